@@ -48,6 +48,11 @@ def baselines(head_dim: int, layers: int, tokens: int, int4_bits: float) -> list
         Baseline(
             "4 bits a token and head, not rotated", 4 + 16 / head_dim, lambda *both: (_per_token(both[0]), _per_token(both[1]))
         ),
+        Baseline(
+            "int4, levels at equal distances",
+            4 + 16 / head_dim,
+            lambda keys, values: (_even_levels(keys, 4), _even_levels(values, 4)),
+        ),
         Baseline("int4, values in 3 bits", 3.5 + 16 / head_dim, _values_in_three_bits),
         Baseline(f"{SINKS} sinks and recent tokens", int4_bits, _window(kept_tokens(tokens, int4_bits)), drops=True),
         Baseline("MiniCache", 16 * (1 - merged) + merged * (8 + 16 / head_dim + 8 * RETAINED), _minicache),
@@ -104,11 +109,16 @@ def _per_token(numbers: Floats) -> Floats:
 
 
 def _values_in_three_bits(keys: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Round keys as int4 does, and values to the middles of 8 steps instead of 16."""
-    turned = rotated(values)
-    step = np.maximum(np.abs(turned).max(axis=-1, keepdims=True) / np.float32(4), np.float32(1e-20))
-    middles = np.clip(np.floor(turned / step), -4, 3) + np.float32(0.5)
-    return rounded(CODECS["int4"], keys, keys)[0], rotated(middles * step)
+    """Round keys as int4 does, and values to 8 levels at equal distances."""
+    return rounded(CODECS["int4"], keys, keys)[0], _even_levels(values, 3)
+
+
+def _even_levels(numbers: Floats, bits: int) -> Floats:
+    """Rotate, and round to levels at equal distances, of which the outermost is the largest magnitude."""
+    turned, half = rotated(numbers), 1 << (bits - 1)
+    step = np.maximum(np.abs(turned).max(axis=-1, keepdims=True) / np.float32(half - 0.5), np.float32(1e-20))
+    middles = np.clip(np.floor(turned / step), -half, half - 1) + np.float32(0.5)
+    return rotated(middles * step)
 
 
 def _window(kept: int) -> Change:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.kv.codec import REACHES, SCALE_BYTES, ZEROS, Codec, rotated_together
+from mooncake_zmq.kv.codec import BENT, CUBIC, LINEAR, REACHES, SCALE_BYTES, STEEP, ZEROS, Codec, rotated_together
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -82,15 +82,20 @@ def _quantized(numbers: Floats, bits: int, least: int) -> tuple[Bytes, Floats]:
     with np.errstate(all="ignore"):  # KV that is not finite stays so by its scale
         scales = _in_bfloat16(np.abs(numbers).max(axis=-1, keepdims=True) * (np.float32(1.0) / reach))
         scales[scales < 2.0**-least] = 2.0**-least if least < LEAST_EXPONENTS[0] else 0.0
-        steps = np.where(scales > 0, np.float32(1.0) / scales, np.float32(0.0))
-        codes = np.floor(numbers * steps + (zero + np.float32(0.5)))
+        scaled = numbers * np.where(scales > 0, np.float32(1.0) / scales, np.float32(0.0))
+        if bits == 4:
+            scaled *= np.float32(STEEP) - np.float32(BENT) * np.abs(scaled)
+        codes = np.floor(scaled + (zero + np.float32(0.5)))
         codes = np.minimum(np.maximum(codes, zero - reach), zero + reach)
         return codes.astype(np.uint8), scales
 
 
 def _dequantized(codes: Bytes, scales: Floats, bits: int) -> Floats:
+    levels = codes.astype(np.float32) - np.float32(ZEROS[bits])
+    if bits == 4:
+        levels *= np.float32(LINEAR) + np.float32(CUBIC) * (levels * levels)
     with np.errstate(invalid="ignore"):
-        numbers: Floats = (codes.astype(np.float32) - np.float32(ZEROS[bits])) * scales
+        numbers: Floats = levels * scales
     return numbers
 
 

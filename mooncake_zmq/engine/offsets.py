@@ -26,7 +26,8 @@ Positions = int | NDArray[np.int64]
 PLAIN_MARGIN, ROTATED_MARGIN = 18, 13
 """A scale is at least so many powers of two below the largest offset. A sum is off by at most 2**-24 of that, which is 2**-6 of
 a step of 8 bits, where half a step would do, and 2**-13 of the 127 steps that give the scale again, where 2**-9 would do. In a
-rotation 64 such errors make 8 times as much: 2**-8 of a step, and 2**-10 of the 7.5 steps that give the scale of 4 bits."""
+rotation 64 such errors make 8 times as much: 2**-8 of a step, where a third of one would do for levels of 4 bits, and 2**-10 of
+the 7.5 steps that give their scale."""
 
 
 MOST_POWER = 6

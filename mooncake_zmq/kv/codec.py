@@ -4,19 +4,29 @@ Every codec treats each key and each value of one head by itself, with a scale o
 depend on the tokens beside it, on blocks or on chunks. `engine.codecs` has the arithmetic.
 
 A key or value of `head_dim` numbers is `head_dim * bits / 8` bytes of codes and a scale in bfloat16. With 8 bits a code is
-`round(x / scale) + 128`, the scale being the largest magnitude / 127; with 4 bits it is `floor(x / scale) + 8`, and stands for
-the middle of its step, the scale being the largest magnitude / 7.5.
+`round(x / scale) + 128`, the scale being the largest magnitude / 127. With 4 bits a code stands for one of 16 levels, of which
+the outermost are the largest magnitude, 7.5 times the scale.
+
+Levels stand closer near zero, where most numbers of a rotated head are: they are about normal. Of normal numbers, 64 with a
+scale, the mean square error is .80 of that of levels at equal distances; the best levels and nearest ones (Lloyd-Max) make it
+.78. These lie on a cubic, and their codes are found by a parabola, which is some products in place of a table.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
-CODES_VERSION: Final = 1
+CODES_VERSION: Final = 2
 """Raised when the bytes of a codec change."""
 ZEROS = {8: 128.0, 4: 7.5}
 """The code that stands for zero, by bits."""
 REACHES = {8: 127.0, 4: 7.5}
-"""The largest magnitude in steps, by bits."""
+"""The largest magnitude / scale, by bits."""
+CUBIC: Final = 3 / 512
+LINEAR: Final = 1 - CUBIC * 7.5**2
+"""A level / scale of 4 bits is `k * (LINEAR + CUBIC * k * k)`, `k` being the code - 7.5: an exact number, also in float32."""
+STEEP, BENT = 1.52, 0.072
+"""The code of 4 bits of y = x / scale is `floor(y * (STEEP - BENT * abs(y)) + 8)`: the nearest level's, except where two are
+about as near."""
 SCALE_BYTES: Final = 2
 ROTATED_TOGETHER: Final = 64
 """The most numbers that one rotation mixes."""

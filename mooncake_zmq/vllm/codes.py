@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mooncake_zmq.kv.codec import REACHES, SCALE_BYTES, ZEROS, Codec
+from mooncake_zmq.kv.codec import BENT, CUBIC, LINEAR, REACHES, SCALE_BYTES, STEEP, ZEROS, Codec
 
 RUN = 64
 KEYS_AND_VALUES = {"CPU_ATTN": "head", "FLASH_ATTN": "token", "TRITON_ATTN": "token", "FLEX_ATTENTION": "token"}
@@ -37,7 +37,10 @@ class Codes:
             numbers = numbers @ self._rotation
         scales = (numbers.abs().amax(dim=-1, keepdim=True) / self._reach).to(torch.bfloat16)
         steps = torch.where(scales > 0, 1 / scales.to(torch.float32), 0)
-        codes = numbers.mul_(steps).add_(self._zero + 0.5).floor_().clamp_(self._zero - self._reach, self._zero + self._reach)
+        scaled = numbers.mul_(steps)
+        if self._bits == 4:
+            scaled.mul_(scaled.abs().mul_(-BENT).add_(STEEP))
+        codes = scaled.add_(self._zero + 0.5).floor_().clamp_(self._zero - self._reach, self._zero + self._reach)
         packed = codes.to(torch.uint8)
         if self._bits == 4:
             packed = packed[..., : RUN // 2] | packed[..., RUN // 2 :] << 4
@@ -50,7 +53,10 @@ class Codes:
         if self._bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), dim=-1)
         scales = coded[:, -SCALE_BYTES * runs :].contiguous().view(torch.bfloat16).to(torch.float32)
-        numbers = codes.to(torch.float32).sub_(self._zero).mul_(scales[..., None])
+        numbers = codes.to(torch.float32).sub_(self._zero)
+        if self._bits == 4:
+            numbers.mul_((numbers * numbers).mul_(CUBIC).add_(LINEAR))
+        numbers.mul_(scales[..., None])
         if self._rotation is not None:
             numbers = numbers @ self._rotation
         most = torch.finfo(dtype).max  # a scale is rounded, so that the largest float16 may come back as more

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_zmq.engine import codecs
-from mooncake_zmq.kv.codec import CODECS, Codec, rotated_together
+from mooncake_zmq.kv.codec import CODECS, CUBIC, LINEAR, REACHES, ZEROS, Codec, rotated_together
 
 DIMS = (2, 8, 16, 24, 64, 80, 96, 128, 192)
 
@@ -54,6 +54,39 @@ def test_the_error_is_as_small_as_the_bits_allow(name: str, most: float) -> None
     codec, numbers = CODECS[name], drawn(3, 200, 2, 64)
     _, values = codecs.rounded(codec, numbers, numbers)
     assert np.linalg.norm(values - numbers) / np.linalg.norm(numbers) < most
+
+
+def levels() -> np.ndarray:
+    """The 16 levels of 4 bits, for a scale of 1."""
+    from_zero = np.arange(16) - ZEROS[4]
+    return from_zero * (LINEAR + CUBIC * from_zero * from_zero)
+
+
+def test_levels_are_exact_numbers_and_remain_so_times_any_scale() -> None:
+    assert levels()[-1] == -levels()[0] == REACHES[4]
+    for scale in (1.0, 1 + 127 / 128, 3 / 128):  # of 8 bits
+        numbers = levels() * scale
+        assert (numbers.astype(np.float32) == numbers).all()
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 3e4])
+def test_a_number_in_4_bits_becomes_nearly_the_nearest_level(spread: float) -> None:
+    codec = CODECS["int4"]
+    numbers = (np.random.default_rng(5).normal(size=(300, 1, 64)) * spread).astype(np.float32)
+    part = np.empty((300, codec.token_bytes(1, 64)), np.uint8)
+    codecs.encode(codec, codecs.rotated(numbers), numbers, part)
+    found = codecs.rotated(codecs.decode(codec, part, 1, 64)[0])
+    scale = np.abs(numbers).max(axis=-1, keepdims=True) / REACHES[4]
+    nearest = np.abs(numbers[..., None] - levels() * scale[..., None]).min(axis=-1)
+    assert (np.abs(found - numbers) <= nearest + 0.2 * scale).all()  # of steps that are .67 and more
+
+
+def test_the_levels_lose_less_of_normal_numbers_than_levels_at_equal_distances() -> None:
+    numbers = np.random.default_rng(6).normal(size=(20_000, 1, 64)).astype(np.float32)
+    _, found = codecs.rounded(CODECS["int4"], numbers, codecs.rotated(numbers))
+    scales = np.abs(numbers).max(axis=-1, keepdims=True) / REACHES[4]
+    even = (np.clip(np.floor(numbers / scales), -8, 7) + 0.5) * scales
+    assert 0.77 < ((codecs.rotated(found) - numbers) ** 2).mean() / ((even - numbers) ** 2).mean() < 0.83
 
 
 def test_a_rotation_keeps_lengths_and_spreads_an_outlier() -> None:

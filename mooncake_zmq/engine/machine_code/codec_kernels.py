@@ -18,9 +18,12 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     ROTATES_KEYS,
     ROTATES_VALUES,
 )
+from mooncake_zmq.kv.codec import BENT, CUBIC, LINEAR, STEEP
 
 SIDE = 8  # numbers of a vector
 RUN = 64  # numbers that one rotation mixes, at most
+LINEAR_PART, CUBIC_PART = np.float32(LINEAR), np.float32(CUBIC)
+STEEP_PART, BENT_PART = np.float32(STEEP), np.float32(BENT)
 USUAL_LEAST = 100  # -log2 of the scale below which numbers are zero, where no larger one is the least
 
 _LONG, _INT, _VECTOR = ir.IntType(64), ir.IntType(32), ir.VectorType(ir.FloatType(), SIDE)
@@ -117,20 +120,54 @@ def _step_of(scale):
 
 
 @njit(**OPTIONS, inline="always")
-def _code_of(number, step, half, least, most):
-    return np.int32(min(max(number * step + half, least), most))  # what is not negative is rounded down by it
+def _code_of(number, step):
+    """Return the code of 8 bits of a number."""
+    # What is not negative is rounded down by it.
+    return np.int32(min(max(number * step + np.float32(128.5), np.float32(1.0)), np.float32(255.0)))
 
 
-def _codes_of_side(builder: Any, address: Any, step: Any, half: float, least: float, most: float) -> Any:
-    """Return `_code_of` SIDE numbers."""
+@njit(**OPTIONS, inline="always")
+def _level_code_of(number, step):
+    """Return the code of 4 bits of a number."""
+    scaled = number * step
+    return np.int32(
+        min(max(scaled * (STEEP_PART - BENT_PART * abs(scaled)) + np.float32(8.0), np.float32(0.0)), np.float32(15.0))
+    )
+
+
+@njit(**OPTIONS, inline="always")
+def _level_of(code):
+    """Return the level of a code of 4 bits. All products are exact."""
+    from_zero = np.float32(np.int32(code)) - np.float32(7.5)
+    return from_zero * (LINEAR_PART + CUBIC_PART * (from_zero * from_zero))
+
+
+def _scaled(builder: Any, address: Any, step: Any) -> Any:
+    """Return SIDE numbers times `step`, the inverse of their scale."""
     numbers = builder.load(builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
     steps = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), step, _INT(0))
     steps = builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(_INT, SIDE), [0] * SIDE))
-    numbers = builder.fadd(builder.fmul(numbers, steps), ir.Constant(_VECTOR, [half] * SIDE))
+    return builder.fmul(numbers, steps)
+
+
+def _all(number: float) -> Any:
+    return ir.Constant(_VECTOR, [number] * SIDE)
+
+
+def _codes_of_side(builder: Any, numbers: Any, half: float, least: float, most: float) -> Any:
+    """Return the codes of SIDE numbers: rounded down from `half` above them, and from `least` to `most`."""
+    numbers = builder.fadd(numbers, _all(half))
     for nearer, bound in ((">", least), ("<", most)):
-        bounds = ir.Constant(_VECTOR, [bound] * SIDE)
-        numbers = builder.select(builder.fcmp_ordered(nearer, numbers, bounds), numbers, bounds)
+        numbers = builder.select(builder.fcmp_ordered(nearer, numbers, _all(bound)), numbers, _all(bound))
     return builder.fptoui(numbers, ir.VectorType(_INT, SIDE))
+
+
+def _level_codes_of_side(builder: Any, scaled: Any) -> Any:
+    """Return the codes of 4 bits of SIDE numbers / scale."""
+    is_negative = builder.fcmp_ordered("<", scaled, _all(0.0))
+    magnitudes = builder.select(is_negative, builder.fsub(_all(0.0), scaled), scaled)
+    slopes = builder.fsub(_all(float(STEEP_PART)), builder.fmul(_all(float(BENT_PART)), magnitudes))
+    return _codes_of_side(builder, builder.fmul(scaled, slopes), 8.0, 0.0, 15.0)
 
 
 def _store_bytes(builder: Any, numbers: Any, address: Any) -> None:
@@ -144,7 +181,7 @@ def _write_bytes(context, numbers_at, step, out_at):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers_at, step, out_at = arguments
-        _store_bytes(builder, _codes_of_side(builder, numbers_at, step, 128.5, 1.0, 255.0), out_at)
+        _store_bytes(builder, _codes_of_side(builder, _scaled(builder, numbers_at, step), 128.5, 1.0, 255.0), out_at)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64), generate
@@ -155,7 +192,7 @@ def _write_pairs(context, low_at, high_at, step, out_at):
     """Write the codes of 4 bits of SIDE numbers and of SIDE others, in pairs."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        low, high = (_codes_of_side(builder, each, arguments[2], 8.0, 0.0, 15.0) for each in arguments[:2])
+        low, high = (_level_codes_of_side(builder, _scaled(builder, each, arguments[2])) for each in arguments[:2])
         fours = ir.Constant(ir.VectorType(_INT, SIDE), [4] * SIDE)
         _store_bytes(builder, builder.or_(low, builder.shl(high, fours)), arguments[3])
         return context.get_dummy_value()
@@ -175,15 +212,14 @@ def encode_head(address, dim, bits, least, out_at, scale_at):
         for index in range(0, whole, SIDE):
             _write_bytes(address + 4 * index, step, out_at + index)
         for index in range(whole, dim):
-            out[index] = np.uint8(_code_of(numbers[index], step, np.float32(128.5), np.float32(1.0), np.float32(255.0)))
+            out[index] = np.uint8(_code_of(numbers[index], step))
         return
     half = dim // 2
     out, whole = codes(out_at, (half,)), half - half % SIDE
     for index in range(0, whole, SIDE):
         _write_pairs(address + 4 * index, address + 4 * (half + index), step, out_at + index)
     for index in range(whole, half):
-        low = _code_of(numbers[index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
-        high = _code_of(numbers[half + index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
+        low, high = _level_code_of(numbers[index], step), _level_code_of(numbers[half + index], step)
         out[index] = np.uint8(low | (high << 4))
 
 
@@ -198,9 +234,9 @@ def decode_head(in_at, scale_at, bits, numbers):
         return
     half, given = dim // 2, codes(in_at, (dim // 2,))
     for index in range(half):
-        numbers[index] = (np.float32(np.int32(given[index] & 15)) - np.float32(7.5)) * scale
+        numbers[index] = _level_of(given[index] & 15) * scale
     for index in range(half):
-        numbers[half + index] = (np.float32(np.int32(given[index] >> 4)) - np.float32(7.5)) * scale
+        numbers[half + index] = _level_of(given[index] >> 4) * scale
 
 
 @njit(**OPTIONS)
@@ -213,12 +249,10 @@ def _round_head(address, dim, bits, least, is_rotated):
     step = _step_of(scale)
     if bits == 8:
         for index in range(dim):
-            code = _code_of(numbers[index], step, np.float32(128.5), np.float32(1.0), np.float32(255.0))
-            numbers[index] = (np.float32(code) - np.float32(128.0)) * scale
+            numbers[index] = (np.float32(_code_of(numbers[index], step)) - np.float32(128.0)) * scale
     else:
         for index in range(dim):
-            code = _code_of(numbers[index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
-            numbers[index] = (np.float32(code) - np.float32(7.5)) * scale
+            numbers[index] = _level_of(_level_code_of(numbers[index], step)) * scale
     if is_rotated:
         rotate(address, dim)
 

@@ -43,7 +43,7 @@ CODECS = "coded_part_kernels"
 _SHARED = ("attention_kernels", "memory_access", "object_code", "part_kernels", "products", "row_kernels", "step_layout")
 _SOURCES = {
     STEPS: (*_SHARED, STEPS, "prefill_kernels", "step_arrays", "../matrices/quantized"),
-    CODECS: (*_SHARED, CODECS, "codec_kernels", "../matrices/quantized"),
+    CODECS: (*_SHARED, CODECS, "codec_kernels", "../matrices/quantized", "../../kv/codec"),
 }
 _VERSIONS = [
     f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")
