@@ -324,7 +324,7 @@ class Conductor:
         if load.borrows and not self._members.know("ReserveDecode.lenders"):
             load = replace(load, borrows=False)
         self._decodes.report(now, node, load)
-        return self._roll_call.takes(sender, closed=load.draining)
+        return self._roll_call.takes(sender, closed=node.closed)
 
     def _is_closed(self, now: float, node: str, *, drains: bool, has_other: Callable[[tuple[str, ...]], bool]) -> bool:
         """Return whether a node that reported whether it `drains` takes no requests: it leaves, or requests on it end without
