@@ -89,7 +89,7 @@ class Conductor:
         self._accuracy = Accuracy(self.counts)
         self._outputs = OutputLengths(settings.expected_output_tokens)
         self._prefills = Prefills(settings, costs, self._accuracy)
-        self._decodes = Decodes(settings, costs, self._accuracy)
+        self._decodes = Decodes(settings, costs, self._accuracy, block_tokens=layout.block_tokens)
         self._transfers = Transfers(
             block_s=costs.transfer_s(layout.block_tokens),
             disk_block_s=costs.disk_s(layout.block_tokens),
