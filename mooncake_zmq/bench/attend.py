@@ -36,6 +36,7 @@ PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
 DRIVER = Path(__file__).with_name("attend_driver.py")
 ENDPOINT = "tcp://127.0.0.1:0"
 ANSWER_TIMEOUT_S = 600.0
+LENDER_TIMEOUT_S = 5.0
 LOCAL, PART, ALL, SHORT = "all KV here", "part", "all", "no context"
 MEMORY_PRICE = 0.25
 """Price of a node for memory, as assumed, in prices of one that computes."""
@@ -204,7 +205,7 @@ class _Study:
     def _lender(self, stack: ExitStack, ready: dict[str, Any]) -> Lender:
         ticket = Ticket(bytes.fromhex(ready["token"]), bytes.fromhex(ready["secret"]), not self._bench.clear)
         try:
-            lender = Lender(self.engine.spec, ready["where"], ENDPOINT, ticket)
+            lender = Lender(self.engine.spec, ready["where"], ENDPOINT, ticket, timeout_s=LENDER_TIMEOUT_S)
         except StreamError as error:
             raise Refused(f"the lender failed: {error}") from None
         stack.callback(lender.lose, "no longer needed")
@@ -222,10 +223,10 @@ class _Study:
             if not loans:
                 logits = engine.decode([each for each in sequences if isinstance(each, SequenceKV)], tokens)
             else:
-                elsewhere = BorrowedKV(engine.spec, list(self._borrowed(sequences, loans)))
+                elsewhere = BorrowedKV(engine.spec, list(self._borrowed(sequences, loans)), wait_s=LENDER_TIMEOUT_S)
                 logits = engine.decode_elsewhere(sequences, tokens, elsewhere)
-                if elsewhere.failed:
-                    raise Refused(f"the lender failed: {[each.lost for each in elsewhere.failed.values()]}")
+                if lost := elsewhere.failed | elsewhere.late:
+                    raise Refused(f"the lender failed: {[each.lost or 'no answer in time' for each in lost.values()]}")
             way.seconds.append(time.perf_counter() - began)
             tokens = logits.argmax(axis=1).astype(np.int32)
             way.logits.append(logits)

@@ -205,6 +205,9 @@ class Balance:
             return {"error": f"{node} drains or is cordoned: it changes its role when it takes requests again"}, []
         if not [each for each in takes if each != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
+        if change is None and member.role == "decode" and (left := self._decodes.left_without(node)) is not None:
+            needed = f"{node} is needed: without it decodes hold requests of {left:,} tokens at most"
+            return {"error": f"{needed}, and gateways admit longer ones"}, []
         effects = [] if change is not None else self._begin(now, member, role)
         happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
         return {"node": node, "role": member.role, "happens": happens}, effects + self._arm()
@@ -284,6 +287,7 @@ class Balance:
             able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
         else:
             able = [member for member in able if not self._decodes.by_name[member.name].lends_only]
+            able = [member for member in able if self._decodes.left_without(member.name) is None]
             able.sort(key=self._left)
         return able[0] if able else None
 

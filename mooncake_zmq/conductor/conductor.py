@@ -89,7 +89,7 @@ class Conductor:
         self._accuracy = Accuracy(self.counts)
         self._outputs = OutputLengths(settings.expected_output_tokens)
         self._prefills = Prefills(settings, costs, self._accuracy)
-        self._decodes = Decodes(settings, costs, self._accuracy)
+        self._decodes = Decodes(settings, costs, self._accuracy, block_tokens=layout.block_tokens)
         self._transfers = Transfers(
             block_s=costs.transfer_s(layout.block_tokens),
             disk_block_s=costs.disk_s(layout.block_tokens),
@@ -324,7 +324,7 @@ class Conductor:
         if load.borrows and not self._members.know("ReserveDecode.lenders"):
             load = replace(load, borrows=False)
         self._decodes.report(now, node, load)
-        return self._roll_call.takes(sender, closed=load.draining)
+        return self._roll_call.takes(sender, closed=node.closed)
 
     def _is_closed(self, now: float, node: str, *, drains: bool, has_other: Callable[[tuple[str, ...]], bool]) -> bool:
         """Return whether a node that reported whether it `drains` takes no requests: it leaves, or requests on it end without

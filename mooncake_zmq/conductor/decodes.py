@@ -15,6 +15,7 @@ from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.holding import Holding, longest_request
 from mooncake_zmq.core.messages import MAX_REPORTED, MAX_TOKENS, DecodeLoad, Measured
 
 UNLIMITED: Final = 1 << 40
@@ -175,7 +176,7 @@ class Decodes:
     """All decodes by name, and in two groups those that a search may find: a vLLM cannot read the KV of the project's own
     engine, nor the reverse."""
 
-    def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
+    def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy, *, block_tokens: int) -> None:
         self.nodes: list[DecodeNode] = []
         """All decodes, in name order."""
         self.by_name: dict[str, DecodeNode] = {}
@@ -187,6 +188,7 @@ class Decodes:
         self._settings = settings
         self._costs = costs
         self._accuracy = accuracy
+        self._block_tokens = block_tokens
 
     def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> None:
         """Add a decode."""
@@ -277,6 +279,19 @@ class Decodes:
         """Return whether another node of this kind, vLLM or not, is not closed; those in `without` do not count."""
         others = [each for each in self.nodes if each is not node and each.vllm == node.vllm and each.name not in without]
         return any([not each.closed for each in others])
+
+    def left_without(self, name: str) -> int | None:
+        """Return the longest request that the open decodes hold without this one, if it is shorter than gateways admit, and
+        shorter than they hold with it; None otherwise."""
+        held = {
+            node.name: Holding(node.load.capacity_tokens, node.load.lends, not node.lends_only, node.borrows)
+            for node in self.nodes
+            if node.load is not None and not (node.draining or node.vllm)
+        }
+        now = longest_request(list(held.values()), self._block_tokens)
+        held.pop(name, None)
+        left = longest_request(list(held.values()), self._block_tokens)
+        return left if left < min(now, self._settings.longest_request) else None
 
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""

@@ -29,6 +29,7 @@ NOT_NEGATIVE = (
     "engine_price",
     "waiting_share",
     "role_change_after_s",
+    "longest_request",
 )
 
 
@@ -38,6 +39,9 @@ class ConductorSettings:
 
     members: tuple[str, ...] = ()
     """Nodes that gateways wait for before they report ready. Empty: the prefills, decodes and cache-nodes of the file."""
+    longest_request: int = 0
+    """The most tokens of prompt and output that decodes must be able to hold together: none of them changes its role without
+    which they could not. 0: as many as gateways admit, by the model and the decodes of the file."""
     ttft_slo_s: float = 30.0
     """The longest predicted time to the first token that is still admitted; 0 or inf admits all. It is the paper's bound end
     to end."""

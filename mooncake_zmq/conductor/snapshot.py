@@ -41,7 +41,7 @@ class Snapshot:
             "cached_copies": sum(self.inventory.index.counts.values()),
             "capacity_keys": self.settings.max_keys,
             "capacity_prefills": sum([not node.spare for node in self.prefills.nodes]),
-            "capacity_decodes": sum([not node.spare for node in self.decodes.nodes]),
+            "capacity_decodes": sum([not (node.spare or node.lends_only) for node in self.decodes.nodes]),
             "capacity_cache_nodes": len(self.members.of_role("cache-node")),
             **self.balance.gauges(now),
         }

@@ -9,7 +9,6 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from heapq import nlargest
 from itertools import permutations
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -22,7 +21,7 @@ from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, wa
 from mooncake_zmq.config.records import Config, NodeSettings, OneOfModels
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
-from mooncake_zmq.core.messages import MAX_LENDERS
+from mooncake_zmq.core.holding import Holding, longest_request
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
@@ -95,17 +94,13 @@ class Loaded:
             yield node.metrics_host, node.metrics_port, False
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
-        """Return the most tokens of prompt and output together: the model's limit, or what the largest decode with a batch has
-        in whole blocks, with what the MAX_LENDERS others that lend most lend it if it borrows."""
-        sections = {node.name: self.section(node) for node in self.config.of_role("decode", "vllm")}
-        lent = {name: getattr(each, "lend_tokens", 0) // block_tokens for name, each in sections.items()}
-        largest = nlargest(MAX_LENDERS + 1, lent, key=lent.__getitem__)
-        blocks = []
-        for name, each in sections.items():
-            if getattr(each, "part", "both") != "prefill" and getattr(each, "max_batch", 1):
-                others = sum([lent[other] for other in largest if other != name][:MAX_LENDERS])
-                blocks.append(each.capacity_tokens // block_tokens + others * getattr(each, "borrow", False))
-        return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
+        """Return the most tokens of prompt and output together: the model's limit, or what decodes and vLLMs hold."""
+        decodes = [self.section(node) for node in self.config.of_role("decode")]
+        vllms = [self.section(node) for node in self.config.of_role("vllm")]
+        holdings = [Holding(each.capacity_tokens, each.lend_tokens, bool(each.max_batch), each.borrow) for each in decodes]
+        holdings += [Holding(each.capacity_tokens, 0, each.part != "prefill", borrows=False) for each in vllms]
+        held = any(each.takes for each in holdings)
+        return min(max_model_len, longest_request(holdings, block_tokens)) if held else max_model_len
 
     @property
     def lends(self) -> bool:

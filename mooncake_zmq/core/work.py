@@ -134,11 +134,6 @@ class ChunkComputed(Struct, frozen=True):
     """Tokens of the parts that were computed again."""
 
 
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """Return the layers that stage `stage` of `stages` computes: in order, in numbers as equal as possible."""
-    return range(layers * stage // stages, layers * (stage + 1) // stages)
-
-
 class ComputeStage(Struct, frozen=True):
     """Work of a prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens. Only the KV of
     these layers is read, stored and copied to the chunk's `outputs`.
@@ -249,6 +244,8 @@ class DecodeStep(Struct, frozen=True):
 
     entries: tuple[StepEntry, ...]
     steps: int = 1
+    lenders_s: float = 0.0
+    """How long each step may take before it goes on without the entries of whose KV a lender has not answered."""
 
 
 class StepDecoded(Struct, frozen=True):
@@ -264,6 +261,8 @@ class StepDecoded(Struct, frozen=True):
     sat_out: tuple[int, ...] = ()
     """Indices of entries whose constraint's mask was not ready in time. They have no valid token of the last step either:
     `SampleTokens` samples it."""
+    late: tuple[tuple[int, str], ...] = ()
+    """Entries, by their indices, of whose KV a lender did not answer in time, and that lender: a further step may make it."""
 
 
 class LendSequence(Struct, frozen=True):

@@ -419,6 +419,7 @@ class Decode:
             lendable=self._lending.lendable,
             borrows=self._settings.borrow,
             own_tokens=self._settings.own_tokens,
+            lends=self._settings.lend_tokens,
         )
         return self._reports.send(now, load)
 

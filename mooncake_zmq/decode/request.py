@@ -169,6 +169,10 @@ class Request:
     lenders: list[str] = field(default_factory=list)
     """Decodes that it has still to ask."""
     loans: list[Loan] = field(default_factory=list)
+    late_since: float | None = None
+    """Since when a lender of it has been late for its next token; None: none is."""
+    again_at: float = 0.0
+    """When it may join a step again."""
     selection: Selection | None = None
     """How its steps choose what they attend to in a long context; None: they attend to all."""
     selected: bool = False

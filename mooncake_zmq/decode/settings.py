@@ -42,6 +42,9 @@ class DecodeSettings:
     """Most of `capacity_tokens` that requests of other decodes may use, for prompts that have no room at theirs."""
     borrow: bool = False
     """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
+    lender_timeout_s: float = 2.0
+    """Longest wait of a request for a decode that holds KV of it; then it goes on elsewhere. Requests beside it in a batch wait
+    for at most four steps, or 0.25 s."""
     own_tokens: int = MAX_TOKENS
     """Most KV of a prompt that is here where others lend more; 0: its last tokens, up to a whole block, and the output."""
     selection: Literal["none", "kcache", "pqcache", "quest"] = "none"
@@ -69,6 +72,8 @@ class DecodeSettings:
             raise ValueError(f"max_steps must be in 1..{MAX_RUN}")
         if min(self.report_s, self.pull_deadline_s, self.step_deadline_s, self.measured_half_life_s) <= 0:
             raise ValueError("report_s, pull_deadline_s, step_deadline_s and measured_half_life_s must be positive")
+        if not 0 < self.lender_timeout_s < math.inf:
+            raise ValueError("lender_timeout_s must be positive and finite")
         if not 0 <= self.drain_grace_s < math.inf:
             raise ValueError("drain_grace_s must be 0 or more, and finite")
 

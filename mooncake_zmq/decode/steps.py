@@ -9,11 +9,12 @@ from mooncake_zmq.core.gaps import growth_tokens
 from mooncake_zmq.core.messages import DecodeTimes, Measured, TokenLogprob, TokensDecoded
 from mooncake_zmq.core.speed import STEP_MEMORY_S, Speed
 from mooncake_zmq.core.tenant_room import left_free
-from mooncake_zmq.core.work import DecodeStep, SampleTokens, StepDecoded, StepEntry, TokensSampled, WorkFailed
+from mooncake_zmq.core.work import DecodeStep, SampleTokens, StepDecoded, StepEntry, TokensSampled, WorkFailed, lender_lost
 from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_members, victim
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.flight import Flight, Step
+from mooncake_zmq.decode.lateness import AGAIN_S, lenders_s
 from mooncake_zmq.decode.lending import Lending
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.offers import Offers
@@ -22,7 +23,7 @@ from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 
 JOIN = ("join",)
-"""Key of the timer that begins a step which was held back."""
+"""Key of the timer that begins a step which was held back, or for which all requests wait."""
 LEAST_HOLD_S = 1e-4
 HOLD_SHARE = 0.3
 """A step is held back for at most this share of one, for a request whose KV has nearly arrived."""
@@ -122,7 +123,7 @@ class Steps:
         """Begin the next step of the batch, unless there is none or it waits for a request."""
         effects: list[Effect] = []
         while True:
-            ready = [r for r in self._requests.live.values() if r.state is READY]
+            ready = [r for r in self._requests.live.values() if r.state is READY and r.again_at <= now]
             members = step_members(ready, self._settings.max_batch)
             short = [r for r in members if r.context > r.budget_tokens and not self._budget.grow(r)]
             if not short or self._requests.closing or self._lending.ending:  # these free KV soon: wait for that
@@ -130,7 +131,7 @@ class Steps:
                 break
             effects += self._preempt(now, short[0])
         if not members:
-            return effects
+            return effects + self._wait_for_late(now)
         hold_s = self._hold_s(now)
         if hold_s > LEAST_HOLD_S:
             return [*effects, SetTimer(JOIN, hold_s)]
@@ -149,7 +150,14 @@ class Steps:
         self._counts.add("steps_sat_out", len(self._sitting_out))
         work_id = self._ids.new()
         self._flight.begin(Step(work_id, members, steps, sum([request.context for request in members]), begins_choice))
-        return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
+        borrow = any([request.lent_tokens for request in members])
+        wait_s = lenders_s(self._flight.step_s, self._settings.lender_timeout_s) if borrow else 0.0
+        return [*effects, Start(work_id, DecodeStep(tuple(entries), steps, wait_s), self._settings.step_deadline_s)]
+
+    def _wait_for_late(self, now: float) -> list[Effect]:
+        """Begin a step once the first of the requests may join one whose lenders were late, if there are any."""
+        again_s = [r.again_at - now for r in self._requests.live.values() if r.state is READY and r.again_at > now]
+        return [SetTimer(JOIN, min(again_s))] if again_s else []
 
     def _hold_s(self, now: float) -> float:
         """Return how much longer the next step waits for a request whose last blocks are copied now, or will be within that
@@ -197,12 +205,13 @@ class Steps:
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         scored: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
         unable: dict[int, WorkFailed] = {}
+        late: dict[int, str] = {}
         sat_out: tuple[int, ...] = ()
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
             scored = list(zip(*result.logprobs, strict=True)) or scored
-            unable, sat_out = dict(result.failed), result.sat_out
+            unable, late, sat_out = dict(result.failed), dict(result.late), result.sat_out
         effects: list[Effect] = []
         batches: dict[str, list[Entry]] = {}
         for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, scored, strict=True)):
@@ -218,7 +227,7 @@ class Steps:
                 effects += self._take_until_failed(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
             request.was_late = place in sat_out
-            if request.was_late:
+            if request.was_late or place in late:
                 tokens, logprobs = tokens[:-1], logprobs[:-1]
             if tokens:
                 effects += self._take_tokens(now, request, tokens, logprobs, batches)
@@ -226,6 +235,8 @@ class Steps:
                 self._budget.shrink(request)
             if request.was_late and request.state is READY:
                 effects.append(self._sit_out(request))
+            if place in late and request.state is READY:
+                effects += self._try_again(now, request, late[place])
         return self._sent(batches) + effects
 
     def _sent(self, batches: dict[str, list[Entry]]) -> list[Effect]:
@@ -240,6 +251,18 @@ class Steps:
         request.sampling_id = self._ids.new()
         self._sitting_out[request.sampling_id] = request
         return Start(request.sampling_id, SampleTokens(request.sequence), self._settings.step_deadline_s)
+
+    def _try_again(self, now: float, request: Request, lender: str) -> list[Effect]:
+        """Leave a request out of steps for a while whose lender is late, or end its attempt if that is so for long."""
+        self._counts.add("lenders_late")
+        if request.late_since is None:
+            request.late_since = now
+        ends_at = request.late_since + self._settings.lender_timeout_s
+        if now >= ends_at:
+            lost = lender_lost(lender, "no answer in time")
+            return self._ends.fail(now, request, lost.reason, avoid=lost.avoid)
+        request.again_at = min(now + AGAIN_S, ends_at)
+        return []
 
     def on_sampled(self, now: float, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
         """Send the token of a request that sat out."""
@@ -257,12 +280,14 @@ class Steps:
 
     def _measure(self, now: float, step: Step, result: StepDecoded) -> None:
         """Record the time of a work; each step of a run reads one more token of KV for each member than the one before. Of one
-        that a copy made longer nothing follows for others."""
+        that a copy or a late lender made longer nothing follows for others."""
         made, batch = len(result.tokens), len(step.members)
         self._counts.add("steps", made)
         if step.begins_choice:
             return
         self._flight.measure(result.elapsed_s, made)
+        if result.late:
+            return
         context = step.context + batch * (made - 1) / 2
         self._speed.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
 
@@ -276,6 +301,7 @@ class Steps:
     ) -> list[Effect]:
         """Append the tokens that one work sampled for one request, up to its end."""
         message, first = request.request, request.count
+        request.late_since = None
         stop, ended = message.stop.cut(tokens, first)
         taken = tokens[:stop]
         effects: list[Effect] = []

@@ -26,7 +26,6 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StartStage,
 )
-from mooncake_zmq.core.work import stage_layers
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.prefill.slab import Slab
@@ -286,3 +285,8 @@ class Group:
         asked, self._asked = self._asked, False
         message = EndStage(request_id=self._request.request_id, attempt=self._request.attempt)
         return [Send(name, message) for name in self.names] if asked else []
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """Return the layers that stage `stage` of `stages` computes: in order, in numbers as equal as possible."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)

@@ -113,9 +113,11 @@ class NodePlan:
                 requests = self.settings.requests
                 conductors = requests.conductors or tuple(node.name for node in config.of_role("conductor"))
                 return replace(requests, conductors=conductors)
-            case "conductor" if not self.settings.members:
+            case "conductor":
                 nodes = config.of_role("prefill", "decode", "cache-node", "vllm")
-                return replace(self.settings, members=tuple(node.name for node in nodes))
+                members = self.settings.members or tuple(node.name for node in nodes)
+                longest = self.loaded.longest_request(self.model.max_model_len, self.layout.block_tokens)
+                return replace(self.settings, members=members, longest_request=self.settings.longest_request or longest)
         return self.settings
 
     def session(self, incarnation: int, segment: SegmentRef | None) -> Session:

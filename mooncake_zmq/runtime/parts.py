@@ -324,7 +324,8 @@ class Parts:
 
         def make(on_crash: Callable[[BaseException], None]) -> Lending:
             try:
-                return Lending(engine, endpoint, plan.peer_endpoints, sealed=sealed, on_crash=on_crash)
+                timeout_s = plan.settings.lender_timeout_s
+                return Lending(engine, endpoint, plan.peer_endpoints, sealed=sealed, timeout_s=timeout_s, on_crash=on_crash)
             except OSError as error:
                 raise _no_stream_port(0, endpoint, error) from error
 

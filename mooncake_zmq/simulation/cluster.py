@@ -44,6 +44,9 @@ CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 LITTLE_TOKENS = 160
 """The KV of each decode where they lend: many prompts have no room in it."""
+LONGEST_OF_LITTLE = 2 * LITTLE_TOKENS
+"""No request of theirs has more prompt and output: two decodes hold it."""
+LENDER_TIMEOUT_S = 1.0
 CHOSEN_TOKENS = 60
 """The tokens that decodes choose where they do: many prompts have more, with the first and last ones."""
 GRACE_S = 0.05
@@ -140,7 +143,9 @@ class ClusterSettings:
         if lending:
             little = replace(plain.decode, capacity_tokens=LITTLE_TOKENS, lend_tokens=LITTLE_TOKENS, borrow=True)
             little = replace(little, max_steps=1 + seed % 2 * 4, own_tokens=0 if seed % 4 == 3 else MAX_TOKENS)
-            return replace(plain, watched=False, decode=little)
+            little = replace(little, lender_timeout_s=LENDER_TIMEOUT_S)
+            conductor = replace(plain.conductor, longest_request=LONGEST_OF_LITTLE)
+            return replace(plain, watched=False, decode=little, conductor=conductor)
         if of_models or seed % 18 == 6:
             return plain._with_models()
         if seed % 3 == 2:

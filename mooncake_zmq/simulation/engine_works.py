@@ -227,18 +227,27 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
     rows: list[tuple[int, ...]] = []
     sat_out: tuple[int, ...] = ()
     failed: tuple[tuple[int, WorkFailed], ...] = ()
+    late: dict[int, str] = {}
     for made in range(work.steps):
         took_s = machine.took(hardware.step_s + hardware.step_entry_s * len(work.entries))
         stop = yield machine.wait_for_compute(running, took_s)
         if stop and stop != "cancelled":
             return WorkFailed(stop)
+        loan_works.ask(machine, [entry.sequence for entry in work.entries])
         stop = yield took_s
+        if _late(machine, work):
+            stop = yield work.lenders_s
+            late = _late(machine, work)
         fed = rows[-1] if rows else [entry.token for entry in work.entries]
-        row = [_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)]
+        row = [
+            0 if place in late else _step(machine, entry, made, token)
+            for place, (entry, token) in enumerate(zip(work.entries, fed, strict=True))
+        ]
         failed = tuple((place, token) for place, token in enumerate(row) if isinstance(token, WorkFailed))
         rows.append(tuple(0 if isinstance(token, WorkFailed) else token for token in row))
-        sat_out = tuple(place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
-        if stop or sat_out or failed:  # the decode does not wait beyond the next border
+        sitting_out = (place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
+        sat_out = tuple(place for place in sitting_out if place not in late)
+        if stop or sat_out or failed or late:  # the decode does not wait beyond the next border
             break
     asked = any(each.sampling.logprobs is not None for each in work.entries)
     logprobs = tuple(
@@ -250,7 +259,13 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
         token_at = rows[-1][place], logprob_of(rows[-1][place], entry.position + len(rows), entry.sampling)
         machine.sequences[entry.sequence].unsampled = (token_at,)
     nothing = [tuple(0 if place in sat_out else token for place, token in enumerate(rows[-1]))]
-    return StepDecoded(tuple(rows[:-1] + nothing), machine.now - began_at, logprobs, failed, sat_out)
+    return StepDecoded(tuple(rows[:-1] + nothing), machine.now - began_at, logprobs, failed, sat_out, tuple(late.items()))
+
+
+def _late(machine: Machine, work: DecodeStep) -> dict[int, str]:
+    """Return the lenders that do not answer now, by the places of their borrowers in the batch."""
+    lenders = enumerate(loan_works.silent_lender(machine, entry.sequence) for entry in work.entries)
+    return {place: lender for place, lender in lenders if lender}
 
 
 def _sits_out(machine: Machine, sampling: Sampling, share: float = SITS_OUT) -> bool:

@@ -33,6 +33,8 @@ class FaultKind(Enum):
     stands still, and it goes on as if no time had passed. `amount` of 1: in the middle of its next read from another host."""
     STOP_READER = "stop_reader"
     """The process is stopped in the middle of its next read of another's slots, for longer than it may read there."""
+    STOP_LENDER = "stop_lender"
+    """The process is stopped at the next step that asks it for a part of attention."""
     LATE = "late"
     """The targets get no CPU for `duration_s`: they stand still while their sockets fill, and their hosts' kernels show it."""
     STOP_ASKER = "stop_asker"
@@ -89,7 +91,7 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 _OF_BLOCKS = (
     *(FaultKind.CORDON, FaultKind.ROLE, FaultKind.TANGLE, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
-    *(FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.COPY_FAIL, FaultKind.GARBAGE),
+    *(FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.STOP_LENDER, FaultKind.COPY_FAIL, FaultKind.GARBAGE),
 )
 _READERS = ("prefill", "decode")
 LONG_STOP_S = 3.2
@@ -101,7 +103,7 @@ STRESS_FAULTS = 4
 
 
 _DRAWN_ALONE = (
-    *(FaultKind.CORDON, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
+    *(FaultKind.CORDON, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER, FaultKind.STOP_LENDER),
     *(FaultKind.TANGLE, FaultKind.CRASH_SENDER),
 )
 USUAL = tuple(kind for kind in FaultKind if kind not in _DRAWN_ALONE)
@@ -170,6 +172,11 @@ def draw_halts(random: Random, *, processes: Sequence[str], window_s: float) -> 
     return (*suspends, *(_draw(random, FaultKind.STOP_READER, readers, (), window_s) for _ in readers[:1]))
 
 
+def draw_stops_of_lenders(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """Draw decodes that stop while they are asked for what they lend, some of them for so short that their borrowers wait."""
+    return tuple(_draw(random, FaultKind.STOP_LENDER, processes, (), window_s) for _ in range(random.randint(1, 4)))
+
+
 UNEXPECTED_S = 0.4
 """The lateness that a process bears whose past gives no reason to expect it: peer timeout, less a heartbeat, a tick and the
 way."""
@@ -230,6 +237,9 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
         case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER:
             pool_client = random.choice([name for name in processes if name.startswith(_READERS)])
             return Fault(kind, 0.5 * at_s, LONG_STOP_S * random.uniform(1, 1.4), (pool_client,))
+        case FaultKind.STOP_LENDER:
+            decode = random.choice([name for name in processes if name.startswith("decode")])
+            return Fault(kind, 0.5 * at_s, duration_s, (decode,))
         case FaultKind.SLOW:
             return Fault(kind, at_s, duration_s, (one,), random.uniform(3, 40))
         case FaultKind.COPY_FAIL:

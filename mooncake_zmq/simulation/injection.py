@@ -12,7 +12,12 @@ from mooncake_zmq.simulation.simulator import Moment, Simulator
 
 CLOCK_AHEAD = 1 << 32
 DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
-STOPS_AT = {FaultKind.STOP_ASKER: Moment.ASKING, FaultKind.STOP_WRITER: Moment.WRITING, FaultKind.STOP_READER: Moment.READING}
+STOPS_AT = {
+    FaultKind.STOP_ASKER: Moment.ASKING,
+    FaultKind.STOP_WRITER: Moment.WRITING,
+    FaultKind.STOP_READER: Moment.READING,
+    FaultKind.STOP_LENDER: Moment.LENDING,
+}
 
 
 class Injection:
@@ -74,8 +79,8 @@ class Injection:
             case FaultKind.LATE, names:
                 for name in names:
                     simulator.starve(name)
-            case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER, (name,):
-                self._set_trap(fault, STOPS_AT[fault.kind], name, partial(simulator.pause, name))
+            case kind, (name,) if kind in STOPS_AT:
+                self._set_trap(fault, STOPS_AT[kind], name, partial(simulator.pause, name))
                 return
             case FaultKind.DRAIN, (name,):
                 process = simulator.processes[name]
@@ -129,7 +134,7 @@ class Injection:
                 self.operator.uncordon(name)
             case FaultKind.CLOCK, (name,):
                 self._change_clock(name, 0)
-            case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER, (name,):
+            case kind, (name,) if kind is FaultKind.PAUSE or kind in STOPS_AT:
                 simulator.resume(name)
             case FaultKind.SUSPEND, (name,):
                 simulator.wake_up(simulator.processes[name].spec.host)

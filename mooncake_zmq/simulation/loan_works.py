@@ -1,5 +1,7 @@
 """The works of lending: what a machine lends is read by another one's steps, as it stands then."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mooncake_zmq.core.messages import LoanPlace
@@ -31,6 +33,21 @@ def borrow(machine: Machine, _: Running, work: BorrowParts) -> Steps:
         return lender_lost(lost[0].lender, "not reached")
     machine.sequences[work.sequence].borrowed = work.parts
     return Done()
+
+
+def ask(machine: Machine, sequences: Sequence[int]) -> None:
+    """Note that a step asks for all that lenders hold of these sequences."""
+    for sequence in sequences:
+        for part in machine.sequences[sequence].borrowed:
+            machine.world.asked_of(part.lender)
+
+
+def silent_lender(machine: Machine, sequence: int) -> str:
+    """Return the first lender of a sequence that does not answer now; empty: there is none."""
+    for part in machine.sequences[sequence].borrowed:
+        if machine.world.reach(machine.name, part.lender, int.from_bytes(part.place.token)) == "silent":
+            return part.lender
+    return ""
 
 
 def whole(machine: Machine, sequence: SimSequence) -> SimSequence | WorkFailed:

@@ -397,6 +397,9 @@ PLANTED: dict[str, Planted] = {
     "stopped_believes": Planted("leases outlast a stop", ("I1", "I3"), (K.STOP_READER, K.STOP_READER), pools.stopped_believes),
     "put_never_ends": Planted("a put never ends", ("I4",), (), pools.put_never_ends),
     "loan_twice": Planted("a loan is merged twice", ("I3",), (), planted_inference.loan_twice, "lending"),
+    "late_taken": Planted(
+        "a token without late KV is taken", ("I3",), (K.PAUSE, K.PAUSE), planted_inference.late_taken, "lending"
+    ),
     "lent_freed": Planted("lent KV is freed while asked for", ("I2",), (), planted_inference.lent_freed, "lending"),
     "any_model": Planted("a gateway ignores which model a node is for", ("I3", "I9"), (), models.any_model, "models"),
     "resume_without_adapter": Planted(

@@ -6,6 +6,7 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import Effect, Start
 from mooncake_zmq.core.messages import SlotRef, StartPrefill
+from mooncake_zmq.core.work import StepDecoded
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
 from mooncake_zmq.decode import request as decode_request
@@ -216,6 +217,16 @@ def loan_twice() -> Replacements:
 def lent_freed() -> Replacements:
     """A decode frees what it lent while it is asked for it."""
     return [(Lending, "_take_back", Lending._free), (Lending, "check", silent)]
+
+
+def late_taken() -> Replacements:
+    """A decode takes a token of a request whose lender was late."""
+    stepped = decode_steps.Steps.on_stepped
+
+    def careless(self: decode_steps.Steps, now: float, result: Any) -> list[Effect]:
+        return stepped(self, now, structs.replace(result, late=()) if isinstance(result, StepDecoded) else result)
+
+    return [(decode_steps.Steps, "on_stepped", careless)]
 
 
 def held_unread() -> Replacements:

@@ -33,7 +33,7 @@ from mooncake_zmq.vllm_node import job as vllm_job
 LAST_LINES = 60
 RAREST = 3
 LENDING: frozenset[type] = SAYS["decode", "decode"] | {LendSequence, TakeBack, BorrowParts}
-"""Messages and works of decodes that lend, which only seeds of these have."""
+"""Messages and works of decodes that lend, which only seeds of these have, as `FaultKind.STOP_LENDER` is."""
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
@@ -47,7 +47,7 @@ TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
 def possible() -> dict[str, set[str]]:
     """Return everything that can be covered, by kind."""
     return {
-        "faults": {kind.value for kind in FaultKind},
+        "faults": {kind.value for kind in set(FaultKind) - {FaultKind.STOP_LENDER}},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _transitions(table)},
         "messages": {
             message.__name__ for message in set(get_args(Message)) - WATCHING - LENDING - {Hello, Goodbye}

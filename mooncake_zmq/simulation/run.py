@@ -28,6 +28,7 @@ from mooncake_zmq.simulation.faults import (
     draw_faults,
     draw_halts,
     draw_lates,
+    draw_stops_of_lenders,
     draw_tangle,
 )
 from mooncake_zmq.simulation.injection import Injection
@@ -217,6 +218,8 @@ def _draw_faults(
         faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=window_s)
     if seed % 3 == 0 and not settings.starved:
         faults += draw_crash_of_sender(Random(f"sender of {seed}"), segments=segments, window_s=window_s)
+    if scope.lending and not settings.starved:
+        faults += draw_stops_of_lenders(Random(f"lenders of {seed}"), processes=names, window_s=window_s)
     if settings.suspended:
         faults += draw_halts(Random(f"halts of {seed}"), processes=names, window_s=window_s)
     return faults

@@ -54,6 +54,7 @@ class Moment(enum.Enum):
     ASKING = "it has just asked a pool for blocks or slots"
     WRITING = "it is in the middle of a copy into a pool"
     READING = "it is in the middle of a read of another process's slots"
+    LENDING = "it is asked for its part of a step's attention"
     SENDING = "its store has sent half of a value on a stream"
     READING_REMOTE = "a process of this host is in the middle of a read of another host's slots"
 
@@ -335,6 +336,10 @@ class Simulator(World[Machine]):
         self._spring(Moment.READING, name)
         if remote and self.traps:
             self._spring(Moment.READING_REMOTE, self.processes[name].spec.host)
+
+    def asked_of(self, name: str) -> None:
+        """Note that `name` is asked for its part of a step's attention."""
+        self._spring(Moment.LENDING, name)
 
     def half_sent(self, name: str) -> None:
         """Note that the store beside `name` is in the middle of an answer on a stream."""

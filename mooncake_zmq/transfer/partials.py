@@ -3,12 +3,13 @@
 borrower's stream -- AskPart, queries, new KV of loans that grow --> the lender's, see `stream.py`; one layer at a time
                   <- PartGiven, mixed and states -----------------
 
-A step's parts have to be just the tokens that its rows have not got. A borrower waits ANSWER_S for all answers of a step, and
-again from the layer on that follows the loss of lenders; an answer that has arrived by then is read. A loan is of one ticket's
-holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any other loan, or one that
-has not as many tokens as the borrower says. A lender that is late, gone, or answers what no attention can be fails the rows
-that it has part of, and is asked no more: no part is left out, or counted twice. It takes a loan's memory back only between
-two answers.
+A step's parts have to be just the tokens that its rows have not got. A borrower waits for so long for all answers of a step,
+and again from the layer on that follows a lender that was lost or late; an answer that has begun to arrive by then is read. A
+loan is of one ticket's holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any
+other loan, or one that has not as many tokens as the borrower says. A lender that is gone, or answers what no attention can be,
+fails the rows that it has part of, and is asked no more. The rows of one that is late get no result of this step, and may be
+tried again by a later one: what it owes is read and dropped before it is asked again. So no part is left out, or counted
+twice. It takes a loan's memory back only between two answers.
 
 A lender computes a part of the model. One that lies plausibly is not noticed, as a prefill that stores wrong KV is not.
 """
@@ -44,9 +45,6 @@ MAX_ROWS = 256
 MAX_LOANS = 1024
 """Loans of one lender."""
 MAX_HEAD_BYTES = 8192
-ANSWER_S = 5.0
-"""Time for a step's answers, and for those of the others after a layer in which lenders were lost, however many: a lender
-computes for some milliseconds a layer, beside a step of its own."""
 SLICE_S = 0.05
 STALL_S = 10.0
 """Time for a request, from its head to the end of its answer."""
@@ -242,47 +240,63 @@ class Lender:
     """The borrower's end of a stream to one lender. Once it is `lost` it stays so, as its loans have ended with the stream:
     unlike a store's client it does not come again after its idle stream was ended to make room, see `stream_host`."""
 
-    def __init__(self, spec: ModelSpec, where: str, endpoint: str, ticket: Ticket, name: str = "") -> None:
-        """Attach to the lender beside `endpoint`. Raises StreamError."""
+    def __init__(self, spec: ModelSpec, where: str, endpoint: str, ticket: Ticket, name: str = "", *, timeout_s: float) -> None:
+        """Attach to the lender beside `endpoint`, within `timeout_s`, which is also the limit for sending a query and for the
+        rest of an answer that has begun. Raises StreamError."""
         self.name = name
-        self._spec = spec
+        self._spec, self._timeout_s = spec, timeout_s
         self._number = 0
+        self._owed_rows = 0
+        """The rows of the query that it has not answered yet."""
         self.lost = ""
         """The reason why it cannot be asked."""
         self.moved_bytes = 0
         """Payload: bytes of queries, new KV and results, both ways, without heads, lengths and seals."""
         try:
-            connection = connect_beside(where, endpoint, ANSWER_S)
+            connection = connect_beside(where, endpoint, timeout_s)
         except (OSError, ValueError, OverflowError) as error:
             raise StreamError(str(error)) from error
         self._stream = Stream(connection, lambda _: _give_up(self._stream), slice_s=SLICE_S)
-        self._stream.stop_at = time.monotonic() + ANSWER_S
+        self._stream.stop_at = time.monotonic() + timeout_s
         try:
             self._stream.attach(ticket)
         except StreamError:
             self._stream.close()
             raise
 
-    def ask(self, layer: int, loans: Sequence["Borrowed"], queries: Floats, grown: Floats, until: float) -> None:
+    def ask(self, layer: int, loans: Sequence["Borrowed"], queries: Floats, grown: Floats) -> None:
         """Ask for a layer's results of some rows. Raises StreamError."""
+        assert not self._owed_rows, "it is asked for one layer at a time"
         self._number += 1
-        self._stream.stop_at = until
+        self._stream.stop_at = time.monotonic() + self._timeout_s
         asked = AskPart(self._number, layer, tuple(each.loan for each in loans), tuple(each.tokens for each in loans))
         self._stream.send(asked, [_bytes(each) for each in (queries, grown) if each.size])
+        self._owed_rows = len(loans)
         self.moved_bytes += queries.nbytes + grown.nbytes
 
-    def answer(self, loans: Sequence["Borrowed"], until: float) -> Partial:
-        """Wait for the answer. Raises StreamError."""
-        spec, rows = self._spec, len(loans)
-        self._stream.stop_at = until
+    def answer(self, loans: Sequence["Borrowed"], until: float) -> Partial | None:
+        """Return the answer, or None if it has not begun to arrive by then. Raises StreamError."""
+        result = self._received(until)
+        if result is not None and not _is_attention(result, [each.tokens + each.grows for each in loans]):
+            raise StreamGarbage("no result of attention")
+        return result
+
+    def is_free(self) -> bool:
+        """Return whether it owes no answer, after dropping one that has come late. Raises StreamError."""
+        return not self._owed_rows or self._received(-math.inf) is not None
+
+    def _received(self, until: float) -> Partial | None:
+        spec, rows = self._spec, self._owed_rows
+        if not self._stream.has_more(until):
+            return None
+        self._stream.stop_at = time.monotonic() + self._timeout_s
         given = self._stream.receive(decode_given, MAX_HEAD_BYTES)
         if given.number != self._number:
             raise StreamGarbage("an answer to what was not asked")
         group = spec.heads // spec.kv_heads
         result = Partial(_room(rows, spec.kv_heads, group, spec.head_dim), _room(rows, spec.kv_heads, group, 2))
         self._stream.receive_views([_bytes(each) for each in result])
-        if not _is_attention(result, [each.tokens + each.grows for each in loans]):
-            raise StreamGarbage("no result of attention")
+        self._owed_rows = 0
         self.moved_bytes += result.mixed.nbytes + result.states.nbytes
         return result
 
@@ -308,16 +322,19 @@ class Borrowed:
 
 
 class BorrowedKV:
-    """Implements `Elsewhere`. Rows that `failed`, by a lender that was lost, have no valid result, and are not asked for; their
-    sequences have to be dropped, or set back by the step's token."""
+    """Implements `Elsewhere`. Rows that `failed`, by a lender that was lost, or that are `late`, as one has not answered within
+    `wait_s` of their step's begin, have no valid result, and are not asked for; their sequences have to be dropped, or set back
+    by the step's token."""
 
-    def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed]) -> None:
-        self._spec, self._borrowed = spec, borrowed
+    def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed], *, wait_s: float) -> None:
+        self._spec, self._borrowed, self._wait_s = spec, borrowed, wait_s
         self._parts: defaultdict[Lender, list[Borrowed]] = defaultdict(list)
         for each in borrowed:
             self._parts[each.lender].append(each)
         self.failed: dict[int, Lender] = {}
-        self._has_lost = False
+        self.late: dict[int, Lender] = {}
+        self._has_waited = False
+        """Whether lenders were lost or late in this layer, so that others may have waited in vain for as long."""
 
     def begin(self, sequences: Sequence[SequenceKV | FarKV]) -> None:
         """See `Elsewhere.begin`; a row that keeps no new KV has just one part that grows. Raises ValueError also for two parts
@@ -337,20 +354,26 @@ class BorrowedKV:
                 raise ValueError("a row twice at a lender, or too many rows")
             if lender.lost:
                 self._fail(lender, lender.lost)
-        self._rows, self._until = len(far), time.monotonic() + ANSWER_S
+                continue
+            try:
+                if not lender.is_free():
+                    self._pass_over(lender)
+            except StreamError as error:
+                self._fail(lender, str(error))
+        self._rows, self._until = len(far), time.monotonic() + self._wait_s
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         self._asked: list[tuple[Lender, list[Borrowed]]] = []
-        if self._has_lost:
-            self._has_lost, self._until = False, time.monotonic() + ANSWER_S
+        if self._has_waited:
+            self._has_waited, self._until = False, time.monotonic() + self._wait_s
         for lender, of_lender in self._parts.items():
-            parts = [each for each in of_lender if each.row not in self.failed]
+            parts = [each for each in of_lender if each.row not in self.failed and each.row not in self.late]
             rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
             if not parts:
                 continue
             try:
                 grown = np.stack([keys[growing], values[growing]], axis=1)
-                lender.ask(layer, parts, queries[rows], grown, self._until)
+                lender.ask(layer, parts, queries[rows], grown)
                 self._asked.append((lender, parts))
             except StreamError as error:
                 self._fail(lender, str(error))
@@ -360,15 +383,24 @@ class BorrowedKV:
         result = no_tokens(self._rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         for lender, parts in self._asked:
             try:
-                result.merge(lender.answer(parts, self._until), [each.row for each in parts])
+                given = lender.answer(parts, self._until)
             except StreamError as error:
                 self._fail(lender, str(error))
+                continue
+            if given is None:
+                self._pass_over(lender)
+            else:
+                result.merge(given, [each.row for each in parts])
         return result
 
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)
         self.failed |= dict.fromkeys((each.row for each in self._parts[lender]), lender)
-        self._has_lost = True
+        self._has_waited = True
+
+    def _pass_over(self, lender: Lender) -> None:
+        self.late |= dict.fromkeys((each.row for each in self._parts[lender]), lender)
+        self._has_waited = True
 
 
 def _is_attention(result: Partial, tokens: Sequence[int]) -> bool:

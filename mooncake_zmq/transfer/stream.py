@@ -121,6 +121,12 @@ class Stream:
             came = self._received(self.connection.recv_into, views[0]) if one else self._received(self._scatter, views)
             views = _after(views, came)
 
+    def has_more(self, until: float) -> bool:
+        """Wait until bytes can be received or the connection has ended, at most until then (monotonic clock)."""
+        waiting = select.poll()
+        waiting.register(self.connection, select.POLLIN)
+        return bool(waiting.poll(max(0.0, 1e3 * (until - time.monotonic()))))
+
     def shut(self) -> None:
         """End the stream from any thread; the thread that uses it gets StreamError."""
         with contextlib.suppress(OSError):
@@ -147,7 +153,7 @@ class Stream:
             raise StreamGarbage(str(error)) from error
 
     def _received(self, call: Callable[[BytesT], int], place: BytesT) -> int:
-        if self._is_late and not self._has_more():
+        if self._is_late and not self.has_more(-math.inf):
             raise StreamError("too slow")
         received = self._move(call, place)
         if received == 0:
@@ -157,11 +163,6 @@ class Stream:
     @property
     def _is_late(self) -> bool:
         return self.stop_at is not math.inf and time.monotonic() > self.stop_at
-
-    def _has_more(self) -> bool:
-        waiting = select.poll()
-        waiting.register(self.connection, select.POLLIN)
-        return bool(waiting.poll(0))
 
     def _scatter(self, views: Sequence[memoryview]) -> int:
         return self.connection.recvmsg_into(views)[0]

@@ -269,3 +269,38 @@ def test_what_only_lends_changes_its_role_for_an_operator_and_else_for_none():
     cluster = Changing(role_change_after_s=0.0)
     lends_only(cluster, "d2")
     assert "becomes a prefill" in cluster.request_role("d2", "prefill")["happens"]
+
+
+def holding(cluster, tokens=1000, lends=1000):
+    """Have three decodes report so much KV, of which each lends so much."""
+    for name in ("d0", "d1", "d2"):
+        cluster.decode_load(name, free=tokens, capacity=tokens, borrows=True, lendable=lends, lends=lends)
+
+
+@pytest.mark.parametrize(("longest", "changes"), [(0, True), (1536, True), (1537, False), (1 << 20, False)])
+def test_no_decode_is_taken_without_which_the_others_hold_no_request_that_gateways_admit(longest, changes):
+    cluster = Changing(role_change_after_s=0.0, longest_request=longest)
+    holding(cluster)
+    answer = cluster.request_role("d2", "prefill")
+    assert ("happens" in answer) == changes
+    if not changes:
+        assert "without it decodes hold requests of 1,536 tokens at most" in answer["error"]
+        assert cluster.asked == []
+
+
+def test_a_decode_that_adds_nothing_to_the_longest_request_may_be_taken():
+    cluster = Changing(role_change_after_s=0.0, longest_request=1 << 20)
+    holding(cluster, lends=0)
+    assert "happens" in cluster.request_role("d2", "prefill")
+    cluster = Changing(role_change_after_s=0.0, longest_request=1 << 20)
+    cluster.decode_load("d2", capacity=2_000_000)
+    assert "2" in cluster.request_role("d2", "prefill")["error"]
+    assert "happens" in cluster.request_role("d1", "prefill")
+
+
+@pytest.mark.parametrize(("longest", "asked"), [(0, [("d1", "prefill")]), (1 << 20, [])])
+def test_a_lopsided_load_takes_no_decode_that_is_needed_either(longest, asked):
+    cluster = Changing(longest_request=longest)
+    cluster.load = lambda but: [cluster.prefill_load(f"p{host}", queued_s=20.0) for host in range(3)] and holding(cluster)
+    cluster.serve(AFTER_S + 3)
+    assert cluster.asked == asked

@@ -126,3 +126,13 @@ def test_who_takes_nothing_new_is_told_without_a_config_too():
     assert cluster.news().closed == ("d0",)
     cluster.down("d0")
     assert cluster.news().closed == ()
+
+
+def test_a_decode_that_only_lends_takes_nothing_new():
+    cluster = Told(hosts=2)
+    cluster.decode_load("d1", room=0, max_batch=0, lendable=1000)
+    assert cluster.news().closed == ("d1",)
+    assert cluster.conductor.gauges(cluster.now)["capacity_decodes"] == 1
+    cluster.decode_load("d1")
+    assert cluster.news().closed == ()
+    assert cluster.conductor.gauges(cluster.now)["capacity_decodes"] == 2

@@ -45,6 +45,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.lateness import AGAIN_S, LEAST_S, lenders_s
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
@@ -380,6 +381,90 @@ def test_a_step_without_a_lender_costs_the_attempt_alone(node):
     failed = node.one(AttemptFailed, "g")
     assert (failed.reason, failed.avoid, failed.stuck) == ("lost", "d1", False)
     assert_nothing_left(node)
+
+
+def long_running(**settings):
+    """Return a decode with one request in its batch, which borrows and goes on for long."""
+    node = Node(capacity_tokens=20 * B, own_tokens=2 * B, **settings)
+    node.reserve(max_tokens=40)
+    lent = node.lend().blocks
+    node.connect()
+    node.hand_off(lent)
+    return node
+
+
+def late(node, tokens=(0,), lender="d1"):
+    """End a work in whose last step the lender of the first request was late."""
+    work_id, work = node.work(DecodeStep)
+    node.done(work_id, StepDecoded((tokens,), 0.01, late=((0, lender),)))
+    return work
+
+
+def beside(node, **changes):
+    """Begin a request whose KV is all here beside one that borrows, in the same batch."""
+    node.reserve("s", length=2 * B - 1, max_tokens=40, lenders=(), reuse_keys=(), new_keys=(), block_tokens=b"", **changes)
+    node.say("p0", HandoffBlocks(request_id="s", attempt=1, first_block=0, sources=tuple(map(source, range(2))), ready=True))
+    node.pulled(0)
+    folded = block_checksum([block_checksum(parts_of(block)) for block in range(2)])
+    node.say(
+        "p0",
+        HandoffDone(request_id="s", attempt=1, layers=LAYERS, blocks=2, checksum=folded, token=5, index=0),
+    )
+
+
+def test_steps_go_on_without_a_request_whose_lender_is_late_which_is_tried_again():
+    node = long_running()
+    beside(node)
+    assert len(late(node).entries) == 1, "the other one joined later"
+    for token in (7, 8):
+        work_id, work = node.work(DecodeStep)
+        assert (len(work.entries), work.lenders_s) == (1, 0.0), "none of them waits for a lender"
+        node.done(work_id, StepDecoded(((token,),), 0.01))
+        assert [entry[0] for entry in node.one(TokensDecoded, "g").entries] == ["s"]
+    node.advance(AGAIN_S)
+    node.step()
+    work_id, work = node.work(DecodeStep)
+    assert [entry.position for entry in work.entries] == [PROMPT, 2 * B - 1 + 3], "it has made no token meanwhile"
+    assert work.lenders_s == LEAST_S
+    node.done(work_id, StepDecoded(((7, 9),), 0.01))
+    assert {entry[0] for entry in node.take(TokensDecoded, "g")[-1].entries} == {"r", "s"}
+
+
+def test_a_request_that_is_alone_is_tried_again_too_and_keeps_the_tokens_before_the_late_one():
+    node = long_running(max_steps=4)
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((7,), (0,)), 0.01, late=((0, "d1"),)))
+    assert node.one(TokensDecoded, "g").entries[0][-1] == (7,)
+    assert not node.works
+    node.advance(AGAIN_S)
+    assert node.work(DecodeStep)[1].entries[0].position == PROMPT + 1
+
+
+def test_a_lender_that_is_late_for_long_costs_the_attempt_and_is_avoided(node):
+    running(node)
+    until = node.now + node.settings.lender_timeout_s
+    while not (failed := node.take(AttemptFailed, "g")):
+        late(node)
+        node.advance(AGAIN_S)
+    assert until <= node.now <= until + 2 * AGAIN_S
+    assert (failed[0].avoid, failed[0].stuck) == ("d1", False)
+    assert node.one(ReturnBlocks, "d1")
+    end_works(node)
+    assert_nothing_left(node)
+
+
+def test_a_lender_that_is_late_for_one_token_after_another_costs_nothing():
+    node = long_running()
+    for _ in range(2 * round(node.settings.lender_timeout_s / AGAIN_S)):
+        late(node)
+        node.advance(AGAIN_S)
+        node.step()
+    assert not node.take(AttemptFailed)
+
+
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0.0, LEAST_S), (0.1, 0.4), (60.0, 2.0)])
+def test_a_step_waits_for_lenders_for_a_few_steps_at_most(step_s, waits_s):
+    assert lenders_s(step_s, 2.0) == waits_s
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mooncake_zmq.core.work import stage_layers
 from mooncake_zmq.engine import weights
+from mooncake_zmq.prefill.pipeline import stage_layers
 
 TOKENS = np.random.default_rng(5).integers(0, 500, 300).astype(np.int32)
 

@@ -43,13 +43,12 @@ from mooncake_zmq.core.work import (
     StageComputed,
     TokensSampled,
     WorkFailed,
-    stage_layers,
 )
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slot_table import SlotState
-from mooncake_zmq.prefill.pipeline import BUFFERS, Group, hidden_slots
+from mooncake_zmq.prefill.pipeline import BUFFERS, Group, hidden_slots, stage_layers
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 

@@ -41,6 +41,7 @@ FOUND_BY = {
     ),
     3: (
         "kept_unverified",
+        "late_taken",
         "passed_on_short",
         "store_commit_unverified",
         "versions_from_zero",
@@ -221,6 +222,7 @@ def test_decodes_that_lend_hold_and_every_loan_ends() -> None:
     total = totals(results)
     assert not {kind.__name__ for kind in LENDING} - total["messages"].keys() - total["works"].keys()
     assert total["counts"]["requests_borrowing"] > 2 * SEEDS
+    assert total["counts"]["lenders_late"] > SEEDS // 4
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ PROMPT = np.random.default_rng(3).integers(0, 500, 5 * B + 7).astype(np.int32)
 LENDERS = {"d1": range(2), "d2": range(2, 3)}
 """The blocks that each holds; the borrower has those from the fourth on."""
 ENDPOINT = "tcp://127.0.0.1:0"
+LONG_S = 20.0
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +49,7 @@ def rigs(engine, make_segment, crashes, tmp_path):
     endpoints = dict.fromkeys(("me", *LENDERS), ENDPOINT)
 
     def lending(crash):
-        return Lending(engine, ENDPOINT, endpoints, sealed=True, on_crash=crash)
+        return Lending(engine, ENDPOINT, endpoints, sealed=True, timeout_s=LONG_S, on_crash=crash)
 
     rigs = {
         name: Rig(name, make_segment(name, slots=8, layout=layout), crashes, tmp_path, engine=engine, lending=lending)
@@ -105,9 +106,9 @@ def whole(rigs, refs, sequence=2):
     pull(rigs["me"], sequence, refs)
 
 
-def step(rigs, made, tokens, sequences=(1, 2), steps=1):
+def step(rigs, made, tokens, sequences=(1, 2), steps=1, lenders_s=LONG_S):
     entries = tuple(StepEntry(each, tokens[made], len(PROMPT) + made, GREEDY) for each in sequences)
-    return rigs["me"].run(DecodeStep(entries, steps))
+    return rigs["me"].run(DecodeStep(entries, steps, lenders_s))
 
 
 def test_tokens_are_those_of_a_sequence_that_is_all_here(rigs, prefilled):
@@ -131,6 +132,23 @@ def test_a_lender_that_took_back_fails_the_row_alone_and_frees_its_memory(rigs, 
     assert (row, failure.stuck, failure.avoid) == (0, False, "d1")
     assert result.tokens[0][1] == tokens[2]
     assert step(rigs, 2, tokens, sequences=(2,)).tokens == ((tokens[3],),)
+
+
+def test_a_step_goes_on_without_a_row_whose_lender_stands_still_and_has_it_again(rigs, prefilled):
+    refs, tokens = prefilled
+    borrow(rigs, refs)
+    whole(rigs, refs)
+    assert step(rigs, 0, tokens).tokens == ((tokens[1],) * 2,)
+    with rigs["d1"].executor._lending._host._lock:
+        result = step(rigs, 1, tokens, steps=3, lenders_s=0.1)
+        assert (result.tokens, result.late, result.failed) == (((0, tokens[2]),), ((0, "d1"),), ())
+        assert step(rigs, 2, tokens, sequences=(2,)).tokens == ((tokens[3],),)
+    late = (True,)
+    while late:  # until what it owes has come
+        result = step(rigs, 1, tokens, sequences=(1,))
+        late = result.late
+    assert result.tokens == ((tokens[2],),)
+    assert step(rigs, 2, tokens, sequences=(1,)).tokens == ((tokens[3],),)
 
 
 def test_a_lender_that_is_gone_is_not_connected(rigs, prefilled):

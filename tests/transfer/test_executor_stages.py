@@ -16,9 +16,9 @@ from mooncake_zmq.core.work import (
     StageComputed,
     StepEntry,
     WorkFailed,
-    stage_layers,
 )
 from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.prefill.pipeline import stage_layers
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 
 assert make_rig  # a fixture of the tests of the executor

@@ -23,6 +23,7 @@ from mooncake_zmq.transfer.tickets import Ticket
 from tests.helpers.waiting import eventually
 
 ENDPOINT, TOKENS, LENT = "tcp://127.0.0.1:0", 80, 64
+LONG_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ class House:
 
     def lender(self, ticket=None):
         ticket = ticket or self.host.ticket()
-        lender = Lender(self.engine.spec, self.host.where, ENDPOINT, ticket)
+        lender = Lender(self.engine.spec, self.host.where, ENDPOINT, ticket, timeout_s=LONG_S)
         self.tickets[lender] = ticket
         return lender
 
@@ -82,19 +83,19 @@ def queries_of(engine, rows):
     return [random.normal(size=(rows, *shapes[each > 0])).astype(np.float32) for each in range(3)]
 
 
-def begun(engine, borrowed, rows):
+def begun(engine, borrowed, rows, wait_s=LONG_S):
     """Begin a step of rows that lack just these parts."""
     lacking, far = [0] * rows, {each.row for each in borrowed if each.grows}
     for each in borrowed:
         lacking[each.row] += each.tokens
-    elsewhere = BorrowedKV(engine.spec, borrowed)
+    elsewhere = BorrowedKV(engine.spec, borrowed, wait_s=wait_s)
     elsewhere.begin([FarKV(n, n + 1) if row in far else SimpleNamespace(before=n) for row, n in enumerate(lacking)])
     return elsewhere
 
 
-def asked(engine, borrowed, rows, layer=0):
+def asked(engine, borrowed, rows, layer=0, wait_s=LONG_S):
     """Return what a step's layer gets, and the step."""
-    elsewhere = begun(engine, borrowed, rows)
+    elsewhere = begun(engine, borrowed, rows, wait_s)
     elsewhere.ask(layer, *queries_of(engine, rows))
     return elsewhere.answers(layer), elsewhere
 
@@ -153,7 +154,7 @@ def test_a_loan_is_of_one_ticket_alone(engine, house, lender):
 def test_a_ticket_has_one_stream(engine, house, lender):
     loan, _ = house.lend(lender)
     assert not asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)[1].failed, "its stream is there"
-    again = Lender(engine.spec, house.host.where, ENDPOINT, house.tickets[lender])
+    again = Lender(engine.spec, house.host.where, ENDPOINT, house.tickets[lender], timeout_s=LONG_S)
     assert list(asked(engine, [Borrowed(0, again, loan, TOKENS)], 1)[1].failed) == [0]
     assert house.host.counts["streams_refused"] == 1
     assert not asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)[1].failed
@@ -199,7 +200,7 @@ def test_loans_end_with_the_stream_of_their_ticket(engine, house, lender):
 )
 def test_a_step_begins_only_with_just_the_parts_that_it_lacks(engine, parts, lacking):
     lenders = [object(), object()]
-    elsewhere = BorrowedKV(engine.spec, [Borrowed(row, lenders[at], 1, *of_it) for row, at, *of_it in parts])
+    elsewhere = BorrowedKV(engine.spec, [Borrowed(row, lenders[at], 1, *of_it) for row, at, *of_it in parts], wait_s=LONG_S)
     with pytest.raises(ValueError, match="part|row"):
         elsewhere.begin([each if isinstance(each, FarKV) else SimpleNamespace(before=each) for each in lacking])
 
@@ -260,26 +261,50 @@ def test_a_lender_that_dies_fails_its_rows(engine, house, lender):
     assert found.states[0, ..., 1].max() == 0
 
 
-def test_a_lender_that_is_silent_fails_its_rows_in_time(engine, house, lender, monkeypatch):
-    monkeypatch.setattr(partials, "ANSWER_S", 0.2)
-    loan, _ = house.lend(lender)
-    elsewhere = begun(engine, [Borrowed(0, lender, loan, TOKENS)], 1)
+def test_rows_of_a_silent_lender_are_late_and_tried_again_once_it_has_answered(engine, house, lender):
+    loan, sequence = house.lend(lender)
+    parts, queries = [Borrowed(0, lender, loan, TOKENS)], queries_of(engine, 1)
     with house.host._lock:  # it hangs
-        elsewhere.ask(0, *queries_of(engine, 1))
-        elsewhere.answers(0)
-    assert elsewhere.failed[0].lost == "no answer in time"
+        _, elsewhere = asked(engine, parts, 1, wait_s=0.05)
+        assert elsewhere.late == {0: lender}
+        _, elsewhere = asked(engine, parts, 1)
+        assert (elsewhere.late, elsewhere.failed) == ({0: lender}, {}), "it is not asked before it has answered, nor waited for"
+    eventually(lambda: lender._stream.has_more(-math.inf))
+    found, elsewhere = asked(engine, parts, 1, layer=1)
+    assert (elsewhere.late, elsewhere.failed) == ({}, {})
+    assert_allclose(found.mixed[0], engine.attend_part(1, [sequence], [TOKENS], queries[0]).mixed[0], rtol=1e-5)
+
+
+def test_a_late_lender_that_dies_meanwhile_fails_its_rows(engine, house, lender):
+    parts = [Borrowed(0, lender, house.lend(lender)[0], TOKENS)]
+    with house.host._lock:
+        assert asked(engine, parts, 1, wait_s=0.0)[1].late
+    house.host.close()
+    elsewhere = begun(engine, parts, 1)  # what it sent before may be there
+    elsewhere.ask(0, *queries_of(engine, 1))
+    elsewhere.answers(0)
+    assert (list(elsewhere.failed), elsewhere.late) == ([0], {})
+
+
+def test_a_lender_that_stops_within_an_answer_fails_its_rows(engine, house, lender, monkeypatch):
+    monkeypatch.setattr(lender, "_timeout_s", 0.2)
+    parts = [Borrowed(0, lender, house.lend(lender)[0], TOKENS)]
+    assert not asked(engine, parts, 1)[1].failed, "its stream is there"
+    (opened,) = house.host._host._open.values()
+    stream = opened.served._stream
+    monkeypatch.setattr(stream, "send", lambda *_: stream.connection.send(b"ha"))
+    assert list(asked(engine, parts, 1)[1].failed) == [0]
 
 
 def test_a_lender_that_is_slow_has_no_more_time_for_many_layers(engine, house, lender, monkeypatch):
-    monkeypatch.setattr(partials, "ANSWER_S", 0.5)
     slowly = threading.Event()
     monkeypatch.setattr(house.host, "_attend", lambda *arguments: (slowly.wait(0.2), engine.attend_part(*arguments))[1])
     loan, _ = house.lend(lender)
-    elsewhere = begun(engine, [Borrowed(0, lender, loan, TOKENS)], 1)
+    elsewhere = begun(engine, [Borrowed(0, lender, loan, TOKENS)], 1, wait_s=0.5)
     for _ in range(4):
         elsewhere.ask(0, *queries_of(engine, 1))
         elsewhere.answers(0)
-    assert list(elsewhere.failed) == [0]
+    assert list(elsewhere.late) == [0]
 
 
 def test_lenders_that_are_silent_cost_no_other_lenders_rows_and_one_wait(engine, house, other_house, monkeypatch):
@@ -289,14 +314,13 @@ def test_lenders_that_are_silent_cost_no_other_lenders_rows_and_one_wait(engine,
     sound, _ = other_house.lend(other)
     silent = [house.lender() for _ in range(3)]
     parts = [Borrowed(row, each, house.lend(each)[0], TOKENS) for row, each in enumerate(silent)]
-    monkeypatch.setattr(partials, "ANSWER_S", 1.0)
-    elsewhere = begun(engine, [*parts, Borrowed(3, other, sound, TOKENS)], 4)
-    monkeypatch.setattr(partials, "ANSWER_S", 20.0)
+    elsewhere = begun(engine, [*parts, Borrowed(3, other, sound, TOKENS)], 4, wait_s=1.0)
+    elsewhere._wait_s = LONG_S
     with house.host._lock:
         for layer in range(2):
             elsewhere.ask(layer, *queries_of(engine, 4))
             found = elsewhere.answers(layer)
-    assert sorted(elsewhere.failed) == [0, 1, 2]
+    assert sorted(elsewhere.late) == [0, 1, 2]
     assert len(untils) == 5
     assert len(set(untils[:4])) == 1, "all have the same time"
     assert untils[4] > untils[0], "a new one for those that are left"
@@ -388,16 +412,15 @@ def test_a_borrower_may_be_silent_between_two_requests(engine, house, lender):
     eventually(lambda: opened.served._stream.stop_at == math.inf)
 
 
-def test_a_lender_that_answers_nothing_is_not_attached_to(house, monkeypatch):
-    monkeypatch.setattr(partials, "ANSWER_S", 0.2)
+def test_a_lender_that_answers_nothing_is_not_attached_to(house):
     listener, where = listen_beside(ENDPOINT, 0)
     with listener, pytest.raises(StreamError, match="no answer in time"):
-        Lender(house.engine.spec, where, ENDPOINT, house.host.ticket())
+        Lender(house.engine.spec, where, ENDPOINT, house.host.ticket(), timeout_s=0.2)
 
 
 def test_without_a_ticket_there_is_no_lender(house):
     with pytest.raises(StreamError, match="the connection ended"):
-        Lender(house.engine.spec, house.host.where, ENDPOINT, Ticket(b"\0" * 40, b"\0" * 32, False))
+        Lender(house.engine.spec, house.host.where, ENDPOINT, Ticket(b"\0" * 40, b"\0" * 32, False), timeout_s=LONG_S)
 
 
 def test_loans_have_a_limit(house, lender, monkeypatch):
@@ -435,12 +458,12 @@ def test_a_lender_that_dies_between_two_layers_fails_its_rows_alone_which_may_be
     ]
     again = [Borrowed(0, third, lives.give(third, lent[2]), LENT)]
     exact = engine.decode([whole], np.array([7], np.int32))[0]
-    elsewhere = BorrowedKV(engine.spec, parts)
+    elsewhere = BorrowedKV(engine.spec, parts, wait_s=LONG_S)
     found = engine.decode_elsewhere([*kept, far], np.array([7] * 3, np.int32), elsewhere)
     assert set(elsewhere.failed) == {0, 2}
     assert_allclose(found[1], exact, rtol=2e-3, atol=2e-4)
     kept[0].length -= 1
-    found = engine.decode_elsewhere(kept[:1], np.array([7], np.int32), BorrowedKV(engine.spec, again))
+    found = engine.decode_elsewhere(kept[:1], np.array([7], np.int32), BorrowedKV(engine.spec, again, wait_s=LONG_S))
     assert_allclose(found[0], exact, rtol=2e-3, atol=2e-4)
     dies.close()
     lives.close()

@@ -91,6 +91,8 @@ class DecodeLoad(TaggedRecord, frozen=True):
     """Whether it takes requests of which other decodes hold KV."""
     own_tokens: Count = MAX_TOKENS
     """The KV of a prompt that is here before it borrows."""
+    lends: Count = 0
+    """KV tokens that it lends at most."""
 
 
 class SourceRate(Record, frozen=True):

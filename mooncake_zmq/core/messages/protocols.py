@@ -12,7 +12,8 @@ from msgspec import Struct
 
 _SINCE_23 = (
     *("AnswerRead", "AnswerUnread", "BlocksArrived", "BlocksLeased.block_s", "BlocksLeased.more", "BlocksLent"),
-    *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeLoad.own_tokens"),
+    *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeLoad.lends"),
+    "DecodeLoad.own_tokens",
     *("DecodeTimes.borrowed_tokens", "FillLoan", "FirstToken.met", "FirstToken.parts", "FirstToken.recomputed"),
     *("HandoffDone.exact_blocks", "LeaseBlocks.tail_first", "LendBlocks", "LoanEnded", "LoanFilled", "ParsersReported"),
     *("PlaceElsewhere", "Placed.lenders", "PrefillLoad.meets", "ReadAnswer", "RenderChat", "ReserveDecode.approximate"),

@@ -168,6 +168,7 @@ class Edge:
             "degraded": self.overview.degraded_parts(),
             "gateway": self.name,
             "missing": self.missing(),
+            "closed": list(cluster.closed),
             "not_connected": list(cluster.missing),
             "model": self.models.shown,
             **_kv_of(self.models.only),

@@ -259,6 +259,7 @@ class Compute:
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
         fed, made, logprobs = tuple(entry.token for entry in work.entries), [], []
         failed: dict[int, WorkFailed] = {}
+        late: dict[int, str] = {}
         for step in range(work.steps):
             for row, entry in enumerate(work.entries):
                 if (past := pasts[row]) is not None:
@@ -266,11 +267,13 @@ class Compute:
             logits = self._logits(sequences, np.array(fed, np.int32), elsewhere)
             if elsewhere is not None:
                 failed = {row: lender_lost(lender.name, lender.lost) for row, lender in elsewhere.failed.items()}
+                late = {row: lender.name for row, lender in elsewhere.late.items()}
             chosen: list[tuple[int, TokenLogprob | None]] = []
-            sat_out = _sitting_out(work.entries, pasts)
+            without = failed.keys() | late.keys()
+            sat_out = _sitting_out(work.entries, [None if row in without else past for row, past in enumerate(pasts)])
             for row, entry in enumerate(work.entries):
                 position, opened = entry.position + step + 1, job.sequences[entry.sequence]
-                if row in failed:
+                if row in without:
                     chosen.append((0, None))
                     continue
                 if row in sat_out:
@@ -289,16 +292,17 @@ class Compute:
             made.append(fed)
             if asked:
                 logprobs.append(tuple(logprob for _, logprob in chosen))
-            if failed or sat_out or job.cut or job.stopped or job.is_late():
+            if failed or late or sat_out or job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(logprobs), tuple(failed.items()), sat_out)
+        elapsed_s, over = time.perf_counter() - began, (tuple(failed.items()), sat_out, tuple(late.items()))
+        return StepDecoded(tuple(made), elapsed_s, tuple(logprobs), *over)
 
     def _elsewhere(self, job: Job, work: DecodeStep) -> BorrowedKV | None:
         """Return the parts of the entries that lenders hold; None if there are none."""
         borrowed = [
             replace(part, row=row) for row, entry in enumerate(work.entries) for part in job.sequences[entry.sequence].borrowed
         ]
-        return BorrowedKV(self._engine.spec, borrowed) if borrowed else None
+        return BorrowedKV(self._engine.spec, borrowed, wait_s=work.lenders_s) if borrowed else None
 
     def _logits(
         self, sequences: Sequence[SequenceKV | FewOfMany], tokens: NDArray[np.int32], elsewhere: BorrowedKV | None

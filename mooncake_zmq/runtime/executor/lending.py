@@ -38,10 +38,11 @@ class Lending:
         endpoints: Mapping[str, str],
         *,
         sealed: bool,
+        timeout_s: float,
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """Raises OSError where it cannot listen."""
-        self._spec, self._endpoints = engine.spec, endpoints
+        """Raises OSError where it cannot listen. `timeout_s`: see `Lender`."""
+        self._spec, self._endpoints, self._timeout_s = engine.spec, endpoints, timeout_s
         self._host = PartialHost(engine.spec, engine.attend_part, endpoint, sealed=sealed, on_crash=on_crash)
         self._worker = Worker("lending", on_crash)
 
@@ -83,7 +84,8 @@ class Lending:
             place = part.place
             ticket = Ticket(place.token, place.secret, place.sealed)
             try:
-                lender = Lender(self._spec, place.where, self._endpoints[part.lender], ticket, part.lender)
+                where, endpoint = place.where, self._endpoints[part.lender]
+                lender = Lender(self._spec, where, endpoint, ticket, part.lender, timeout_s=self._timeout_s)
             except StreamError as error:
                 return lender_lost(part.lender, str(error))
             opened.borrowed.append(Borrowed(0, lender, place.number, part.tokens))

@@ -146,6 +146,7 @@ def test_health_says_what_is_missing(path):
         "degraded": [],
         "gateway": "gw",
         "missing": [],
+        "closed": [],
         "not_connected": [],
         "model": "toy",
         "peers": {
@@ -186,6 +187,7 @@ def test_health_is_not_ok_where_nobody_of_a_role_takes_requests(path, role):
     response = actor.call("GET", path)
     assert (response.status_code, response.json()["status"]) == (503, "unavailable")
     assert response.json()["missing"] == [role]
+    assert response.json()["closed"] == [role, "another"]
     assert response.json()["peers"][role] == [role], "it is there"
     assert actor.call("GET", "/cluster").json()["status"] == "unavailable"
     actor.up["another one"] = actor.up[role]
