@@ -87,6 +87,8 @@ class Acceptor:
         self._reserve = Reserve()
         self._logged_at = -math.inf
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._watch_at = math.inf
+        """The time of the next check of the connections' timeouts."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._yielding = False
         self._turns = LoopTurns(self.now)
@@ -382,8 +384,10 @@ class Acceptor:
     # --- timeouts
 
     def _watch(self) -> None:
-        """Cut connections that were silent for too long, or whose client does not read the last of an answer."""
+        """Cut connections that were silent for too long, or whose client does not read the last of an answer. The time by which
+        this check is late counts for none of them: what came while this process had no CPU is read only after it."""
         now = self._clock()
+        late_s = max(0.0, now - self._watch_at)
         self._spare.clear()
         self._none_spare.clear()
         for connection in list(self.connections):
@@ -393,9 +397,13 @@ class Acceptor:
                 connection.quiet_since = None
             elif connection.quiet_since is None:
                 connection.quiet_since = now
-            elif now - connection.quiet_since >= self._timeout_s(connection):
-                self._cut(connection)
-        self._later(min(WATCH_S, self.settings.head_timeout_s / 4), self._watch)
+            else:
+                connection.quiet_since = min(now, connection.quiet_since + late_s)
+                if now - connection.quiet_since >= self._timeout_s(connection):
+                    self._cut(connection)
+        delay_s = min(WATCH_S, self.settings.head_timeout_s / 4)
+        self._watch_at = now + delay_s
+        self._later(delay_s, self._watch)
 
     def _timeout_s(self, connection: Connection) -> float:
         if connection.transport.is_closing():

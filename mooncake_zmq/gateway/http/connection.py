@@ -251,8 +251,7 @@ class Connection(HttpToolsProtocol):
         self.end_tls()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; uvicorn calls this."""
-        self.close()
+        """Do nothing when uvicorn finds the connection idle: its acceptor closes it, and knows whether a call lies unread."""
 
     def linger(self) -> None:
         """Close once the client has, or after LINGER_S; until then discard what it still sends."""

@@ -115,7 +115,7 @@ def test_a_second_call_on_a_connection_has_its_own_time():
             actor.acceptor._watch()
         writer.write(b"GET /live HTT")
         await actor.until(lambda: connection.begun)
-        for slow_s in (0.0, 9.0):
+        for slow_s in (0.0, *[1.0] * 9):
             now += slow_s
             actor.acceptor._watch()
         assert not connection.transport.is_closing()
@@ -124,6 +124,30 @@ def test_a_second_call_on_a_connection_has_its_own_time():
         assert b"408" in await until_closed(reader)
 
     actor.serve(client)
+
+
+def test_a_call_that_came_while_the_gateway_did_not_run_is_answered():
+    """Neither the first call of a connection nor a later one waits too long because it was not read."""
+    actor = ScriptedActor(connections=ConnectionSettings(head_timeout_s=10.0, idle_timeout_s=30.0))
+    now = 100.0
+
+    async def client(port):
+        nonlocal now
+        actor.acceptor._clock = lambda: now
+        actor.acceptor._watch()
+        reader, writer = await connect(port)
+        await actor.until(lambda: any(each.transport for each in actor.acceptor.connections))
+        (connection,) = actor.acceptor.connections
+        for stopped_s in (15.0, 45.0):
+            now += stopped_s
+            writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            connection.timeout_keep_alive_handler()
+            actor.acceptor._watch()  # a timer that is due comes before what can be read
+            await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 5)
+        writer.close()
+
+    actor.serve(client)
+    assert "http_connections_timed_out" not in actor.edge.counts
 
 
 def test_a_connection_without_a_second_call_is_closed_after_its_idle_time():
