@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.examples import LOCAL, VLLM, located
 from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
@@ -50,8 +49,6 @@ class Cli(click.Group):
             return super().invoke(ctx)
         except click.ClickException as error:
             _fail(_sentence(error), error.exit_code)
-        except ConfigError as error:
-            _fail(str(error))
         except ModuleNotFoundError as error:
             from mooncake_zmq.extras import advice
 
@@ -323,8 +320,6 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
       mooncake-zmq model inspect ~/models/Qwen3-0.6B --json
       mooncake-zmq model inspect default
     """
-    import json
-
     from mooncake_zmq.engine.errors import ModelError
     from mooncake_zmq.engine.inspect import inspect as inspect_model
     from mooncake_zmq.engine.inspect_table import print_inspection
@@ -457,7 +452,6 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
       mooncake-zmq dump
       mooncake-zmq dump --config /etc/mooncake-zmq/cluster.toml --node decode-b
     """
-    import json
     from urllib.parse import quote
 
     from mooncake_zmq.operate.console.gateways import NoGateway
@@ -588,8 +582,6 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
 
 def _ask_conductor(loaded: Any, name: str | None, request: Any) -> None:
     """Send a request to a conductor and print its answer; a refusal ends the command."""
-    import json
-
     from mooncake_zmq.core.commands import AskError, decode, encode
     from mooncake_zmq.operate.local_nodes import ask
 

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import structs
 
 from mooncake_zmq.bench.answers_grammar import Grammar, WordModel
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.core.messages import Sampling, StopRule
 from mooncake_zmq.gateway.answers.likely import Following, likely
 from mooncake_zmq.gateway.answers.table import TENANT_SHARE, Answer, AnswerTable, Asked, Question, Stored
@@ -53,7 +53,6 @@ _END = Finished(
     decode="",
     attempts=1,
 )
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

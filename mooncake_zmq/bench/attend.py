@@ -7,7 +7,7 @@ computes, it computes on cores beside those of the requests' process, and one th
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 
 from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.quality import Floats, Tokens, check_positions, manual_tokens, prefilled, studied
-from mooncake_zmq.bench.report import Report
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.elsewhere import FarKV
 from mooncake_zmq.engine.errors import ModelError
@@ -40,7 +40,6 @@ LENDER_TIMEOUT_S = 5.0
 LOCAL, PART, ALL, SHORT = "all KV here", "part", "all", "no context"
 MEMORY_PRICE = 0.25
 """Price of a node for memory, as assumed, in prices of one that computes."""
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

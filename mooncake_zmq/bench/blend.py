@@ -30,7 +30,7 @@ from mooncake_zmq.bench.quality import (
     prefilled,
     studied,
 )
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Reused, found_run, prefill_blended, read_kv
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -55,7 +55,6 @@ BLOCK_TOKENS = 16
 EDITED = 0.1
 """The share of tokens edited: four fifths replaced, a tenth left out, a tenth put in."""
 PREFIX, WHOLE = "prefix caching", "full prefill"
-Progress = Callable[[str], None]
 Plan = tuple[list[Reused], Again]
 
 

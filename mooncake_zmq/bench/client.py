@@ -7,7 +7,7 @@ reported apart from the server's times.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,11 +15,11 @@ import msgspec
 
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_stream import NONSENSE, Seen, ask
+from mooncake_zmq.bench.report import Progress
 from mooncake_zmq.laboratory.study import Arrival
 from mooncake_zmq.refused import Refused
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 
-Progress = Callable[[str], None]
 Beyond = Literal["wait", "drop"]
 
 PROGRESS_S = 5.0

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +19,7 @@ import httpx
 from httpx_sse import EventSource
 
 from mooncake_zmq.bench.others.store_driver import free_port
+from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.operate.local_nodes import collect_dumps
 
@@ -61,7 +63,7 @@ class BenchCluster:
     def __init__(self, url: str, runtime_dir: Path, nodes: list[str]) -> None:
         self.url = url
         self._runtime_dir = runtime_dir
-        self._nodes = nodes
+        self.nodes = nodes
         # Kept connections: setting up a client takes tens of milliseconds, which do not belong to an answer's time.
         self._client = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S)
         model = self._client.get("/v1/models").json()["data"][0]
@@ -130,7 +132,7 @@ class BenchCluster:
         """Wait until every node is idle: all blocks of the requests so far are in the pool, and the conductor knows them."""
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while time.monotonic() < deadline:
-            gauges = [dump["gauges"] for dump in collect_dumps(self._runtime_dir, self._nodes).values()]
+            gauges = [dump["gauges"] for dump in collect_dumps(self._runtime_dir, self.nodes).values()]
             if not any(value for node in gauges for name, value in node.items() if name.startswith(BUSY)):
                 return
         raise click.ClickException(f"the cluster was not idle within {STATE_TIMEOUT_S:g} s")
@@ -150,7 +152,7 @@ class BenchCluster:
         raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")
 
 
-def variables_of(directory: Path, port: int, overrides: dict[str, str]) -> dict[str, str]:
+def variables_of(directory: Path, port: int, overrides: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of nodes in a runtime directory of their own. `overrides`: "section.key" -> TOML value."""
     settings = {"cluster.runtime_dir": str(directory), "cluster.name": directory.name.lower().replace("_", "-")}
     settings |= {"gateway.http_port": str(port), **overrides}
@@ -169,11 +171,9 @@ def connected(port: int, process: "subprocess.Popen[bytes]", log: Path, config: 
 
 
 @contextmanager
-def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iterator[BenchCluster]:
-    """Start the cluster of `config`, read from `path`, in a runtime directory of its own.
-
-    `overrides`: "section.key" -> TOML value.
-    """
+def bench_cluster(path: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Iterator[BenchCluster]:
+    """Start the cluster of the file at `path` in a runtime directory of its own. `overrides`: "section.key" -> TOML value."""
+    config = load(path).config
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
         port = free_port()
         variables = variables_of(Path(directory), port, overrides)
@@ -185,6 +185,16 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
             yield connected(port, up, log, config)
         finally:
             stop([up])
+
+
+@contextmanager
+def written_cluster(settings: str) -> Iterator[BenchCluster]:
+    """Start the cluster of a configuration in TOML; see `bench_cluster`."""
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
+        path = Path(directory) / "cluster.toml"
+        path.write_text(settings)
+        with bench_cluster(path) as cluster:
+            yield cluster
 
 
 def stop(processes: "Sequence[subprocess.Popen[bytes]]") -> None:

@@ -4,14 +4,13 @@ Two clusters are up, which fetch all blocks before they compute what follows the
 """
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from mooncake_zmq.bench.report import Row
+from mooncake_zmq.bench.report import Progress, Row
 from mooncake_zmq.bench.slow_link import TAIL_TOKENS, WAITS, random_prompt, slow_link
 from mooncake_zmq.config.examples import LOCAL, located
 from mooncake_zmq.config.load import load
@@ -22,8 +21,6 @@ LINK_BYTES_PER_S = 100e6
 CODEC = "int4"
 ROOM_BYTES = 64 << 20
 """Room in a pool beside the exact KV of all prompts."""
-
-Progress = Callable[[str], None]
 
 
 def link_row(model: str, cache_dir: str, tokens: int, rounds: int, progress: Progress) -> Row:

@@ -8,7 +8,7 @@ at the far end is this module, by `python codec_pool.py ORDER`.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from mooncake_zmq.bench.block_fetch import BlockFetch
 from mooncake_zmq.bench.codec_rates import LAYOUT, filled, makers
 from mooncake_zmq.bench.keys_driver import ANYWHERE, FAR, fail
 from mooncake_zmq.bench.others.peers import driver_process
-from mooncake_zmq.bench.report import Row
+from mooncake_zmq.bench.report import Progress, Row
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.kv.codec import CODECS, EXACT
@@ -34,8 +34,6 @@ WAYS = {
     "put to another host": ("put", "fetch"),
     "get from another host": ("fetch", "get"),
 }
-
-Progress = Callable[[str], None]
 
 
 class Host:

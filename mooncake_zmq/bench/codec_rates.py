@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from mooncake_zmq.bench.report import Row
+from mooncake_zmq.bench.report import Progress, Row
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.kv_cache import NewSequence, Part, SequenceKV
 from mooncake_zmq.engine.prepare import default_cache_dir
@@ -16,8 +16,6 @@ from mooncake_zmq.kv.layout import BlockLayout
 
 LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=32)
 """The default model's."""
-
-Progress = Callable[[str], None]
 
 
 def rate_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:

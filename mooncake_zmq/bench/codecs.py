@@ -5,7 +5,7 @@ KV is coded, and the following ones are predicted from it. KL is that of the nex
 exact KV. A codec is run as it is served; the others change the KV of the whole context, which was computed exactly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from mooncake_zmq.bench.quality import (
     manual_tokens,
     studied,
 )
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.engine.blend import read_kv, rotation, turned
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -56,7 +56,6 @@ BESIDE = (
 )
 """Codecs, and the ways beside which they stand: that take as many bytes or more, but for fp8, which takes a thirtieth less, and
 ThinK, which takes a tenth less."""
-Progress = Callable[[str], None]
 Error = tuple[float, float, float]
 """KL, share of equal top-1 tokens, and the mean of minus the log probability of the right one, for a text."""
 

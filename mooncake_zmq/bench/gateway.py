@@ -2,11 +2,8 @@
 negligible, the modelled ones sleep, and CPU time is that of the gateway's process alone."""
 
 import asyncio
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import click
@@ -18,18 +15,15 @@ from mooncake_zmq.bench.client import Client, Replayed, replay
 from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_report import Bounds, Result, figures, result_of
 from mooncake_zmq.bench.client_stream import Seen, ask
-from mooncake_zmq.bench.cluster import BenchCluster, bench_cluster
+from mooncake_zmq.bench.cluster import BenchCluster, written_cluster
 from mooncake_zmq.bench.memory import footprint, threads_cpu_s
 from mooncake_zmq.bench.relay_floor import floor_s
-from mooncake_zmq.bench.report import Report
-from mooncake_zmq.config.load import load
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 from mooncake_zmq.runtime.http_connections import Connections, Target
-
-Progress = Callable[[str], None]
 
 PROMPT_TOKENS = 16
 IDLE_REQUESTS = 200
@@ -104,14 +98,16 @@ def bench_gateway(rounds: int, parts: Sequence[str], progress: Progress) -> Repo
     """Start clusters, send them requests, stop them. Raises click.ClickException."""
     report = Report("gateway")
     if {"ttft", "rate"} & {*parts}:
-        with _cluster(TOY + NODES.format(backend=""), progress) as cluster:
+        progress("starting 5 processes")
+        with written_cluster(TOY + NODES.format(backend="")) as cluster:
             run = _Run(cluster, report, progress)
             if "ttft" in parts:
                 run.ttft(rounds)
             if "rate" in parts:
                 run.rate()
     if {"relay", "open"} & {*parts}:
-        with _cluster(MODELLED + NODES.format(backend=BACKEND), progress) as cluster:
+        progress("starting 5 processes")
+        with written_cluster(MODELLED + NODES.format(backend=BACKEND)) as cluster:
             run = _Run(cluster, report, progress)
             if "relay" in parts:
                 run.relay(rounds)
@@ -120,16 +116,6 @@ def bench_gateway(rounds: int, parts: Sequence[str], progress: Progress) -> Repo
     if "chat" in parts:
         chats(report, rounds, progress)
     return report
-
-
-@contextmanager
-def _cluster(settings: str, progress: Progress) -> Iterator[BenchCluster]:
-    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
-        path = Path(directory) / "gateway.toml"
-        path.write_text(settings)
-        progress("starting 5 processes")
-        with bench_cluster(path, load(path).config, {}) as cluster:
-            yield cluster
 
 
 class _Run:

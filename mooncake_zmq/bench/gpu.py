@@ -27,7 +27,7 @@ from mooncake_zmq.bench.engine import head_weights, layer_weights, prefill_flops
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.keys_driver import ANYWHERE, fail
 from mooncake_zmq.bench.others.peers import Peer, driver_process
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.errors import ModelError
@@ -51,8 +51,6 @@ CHECKED_TOKENS, LOGIT_ERROR = 130, 1e-2
 GEMM_SIZE, COPIES = 8192, 20
 NEIGHBOUR = Path(__file__).with_name("gpu_neighbour.py")
 NODE, INCARNATION = "bench", 1
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,24 +8,21 @@ prompt and others that only lend, for a batch at once; and two that borrow of on
 import json
 import os
 import signal
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from threading import Event
 
 import numpy as np
 
-from mooncake_zmq.bench.cluster import STATE_TIMEOUT_S, Answer, BenchCluster, Full, bench_cluster
+from mooncake_zmq.bench.cluster import STATE_TIMEOUT_S, Answer, BenchCluster, Full, written_cluster
 from mooncake_zmq.bench.quality import prepared_model
-from mooncake_zmq.bench.report import Report
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.bench.slow_link import random_prompt
-from mooncake_zmq.config.load import load
 from mooncake_zmq.engine import card
 from mooncake_zmq.refused import Refused
 
@@ -65,7 +62,6 @@ BORROWS = "capacity_tokens = {}, borrow = true, own_tokens = 0"
 
 TRIALS = 8
 
-Progress = Callable[[str], None]
 Prompt = list[int]
 
 
@@ -136,13 +132,10 @@ class Lendings:
         )
         text += "".join(NODE.format(name=name, role=role, settings="") for name, role in OTHERS.items())
         text += "".join(NODE.format(name=name, role="decode", settings=settings) for name, settings in decodes.items())
-        with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
-            file = Path(directory) / "lending.toml"
-            file.write_text(text)
-            with bench_cluster(file, load(file).config, {}) as cluster:
-                yield cluster
-                cluster.settle()
-                cluster.wait(lambda: not _having(cluster, decodes, "lent_tokens"), "all loans to be returned")
+        with written_cluster(text) as cluster:
+            yield cluster
+            cluster.settle()
+            cluster.wait(lambda: not _having(cluster, decodes, "lent_tokens"), "all loans to be returned")
 
     def _prompt(self, tokens: int) -> Prompt:
         return random_prompt(self._random, tokens)

@@ -10,18 +10,20 @@ from msgspec import structs
 
 from mooncake_zmq.bench.options import (
     cache_dir_option,
+    count_option,
     json_option,
     model_option,
-    plot_option,
+    parts_option,
+    reported,
     rounds_option,
     show_progress,
 )
-from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.laboratory.rows import check_writable, rows_option
 from mooncake_zmq.refused import Refused
 
 if TYPE_CHECKING:
     from mooncake_zmq.bench.client import Client
+    from mooncake_zmq.bench.report import Report
 
 CLIENT_EXAMPLES = """\b
 Examples:
@@ -70,7 +72,7 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
 @click.option("--as-is", "fitting", flag_value="as-is", help="Send also requests that are longer than the model takes.")
 @click.option("--model", default="", metavar="NAME", help="The first that the server lists by default.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="Also from OPENAI_API_KEY.")
-@click.option("--max-open", type=click.IntRange(1), default=1024, show_default=True, help="Streams open at once.")
+@count_option("--max-open", 1, 1024, "Streams open at once.")
 @click.option(
     "--beyond",
     type=click.Choice(["wait", "drop"]),
@@ -81,8 +83,8 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
 @click.option("--text", is_flag=True, help="Prompts of words instead of token ids: equal hash ids give equal text.")
 @click.option("--chat", is_flag=True, help="Ask /v1/chat/completions, one message of words.")
 @click.option("--plain", is_flag=True, help="No parameters of vLLM's (ignore_eos, return_token_ids): answers may end earlier.")
-@click.option("--first-id", type=click.IntRange(0), default=0, show_default=True, help="Prompts' ids are from this one on ...")
-@click.option("--last-id", type=click.IntRange(0), default=255, show_default=True, help="... to this one.")
+@count_option("--first-id", 0, 0, "Prompts' ids are from this one on ...")
+@count_option("--last-id", 0, 255, "... to this one.")
 @click.option(
     "--block-tokens", type=click.IntRange(1, 512), default=512, help="A hash id stands for so many; shortens prompts."
 )
@@ -158,42 +160,36 @@ def _client(
 
 @click.command(epilog=GATEWAY_EXAMPLES)
 @rounds_option(3)
-@click.option(
-    "--only", "parts", multiple=True, type=click.Choice(GATEWAY_PARTS), help="Rows of this kind alone; may be repeated."
-)
-@json_option
-@plot_option("the ratios")
-def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+@parts_option(GATEWAY_PARTS)
+@reported()
+def gateway(**parameters: Any) -> "Report":
     """Measure what the gateway adds: TTFT at idle, CPU time of its process per token, a thousand open streams, 200 requests a
     second, the next turn of a long chat.
 
     Engines are the toy's or modelled, so it takes no GPU; everything else is real. About two minutes on 2 cores.
     """
-    limit_blas()
     from mooncake_zmq.bench.gateway import bench_gateway
 
-    bench_gateway(rounds, parts or GATEWAY_PARTS, show_progress).show(as_json=as_json, plot=plot)
+    return bench_gateway(**parameters, progress=show_progress)
 
 
 @click.command(epilog=LONGPROMPT_EXAMPLES, context_settings={"max_content_width": 110})
-@click.option("--tokens", type=click.IntRange(1000), default=100_000, show_default=True, help="Of each conversation at first.")
+@count_option("--tokens", 1000, 100_000, "Of each conversation at first.")
 @click.option("--rate", type=click.FloatRange(0.1), default=50.0, show_default=True, help="Turns a second, of all together.")
 @click.option("--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="How long turns come.")
-@click.option("--chats", type=click.IntRange(1), default=50, show_default=True, help="Conversations, which take turns.")
+@count_option("--chats", 1, 50, "Conversations, which take turns.")
 @click.option("--vllm", "vllms", multiple=True, metavar="URL", help="A running vLLM with --model; may be repeated.")
 @click.option("--beside", default="", metavar="COMMAND", help="Start this router too: {urls} of the servers, its own {port}.")
 @model_option
 @cache_dir_option
-@json_option
-@plot_option("the ratios")
-def longprompt(as_json: bool, plot: Path | None, **wanted: Any) -> None:
+@reported()
+def longprompt(**wanted: Any) -> "Report":
     """Measure what gateway and conductor add to conversations of very long prompts, and what these do to short answers.
 
     Servers sleep in place of vLLMs, so it takes no GPU; the tokenizer, the nodes and all else is real. The same calls are sent
     straight to a server first. About three minutes, and one more with another router. With --vllm it measures running vLLMs
     instead; their context must hold --tokens and 400 more a turn.
     """
-    limit_blas()
     from mooncake_zmq.bench.longprompt import LongPrompts, bench_longprompt
 
-    bench_longprompt(LongPrompts(**wanted), show_progress).show(as_json=as_json, plot=plot)
+    return bench_longprompt(LongPrompts(**wanted), show_progress)

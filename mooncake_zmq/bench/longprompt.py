@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +35,11 @@ import uvloop
 
 from mooncake_zmq.bench.client_prompts import VOCABULARY
 from mooncake_zmq.bench.client_stream import Seen, ask
-from mooncake_zmq.bench.cluster import answers, bench_cluster, last_lines
+from mooncake_zmq.bench.cluster import answers, last_lines, written_cluster
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.others.store_driver import free_port
-from mooncake_zmq.bench.report import Report
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN, TOKEN_S
-from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import MAX_TOKENS
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare as prepare_model
@@ -98,8 +97,6 @@ role = "vllm"
 host = "host-{number}"
 settings = {{ url = "{url}" }}
 """
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +211,9 @@ def _cluster(
         max_model_len=wanted.longest,
         capacity="" if wanted.vllms else f"capacity_tokens = {4 * wanted.chats * wanted.longest}\n",
     )
-    path = scratch / "longprompt.toml"
-    path.write_text(text + "".join(NODE.format(number=number, url=url) for number, url in enumerate(servers)))
-    config = load(path).config
     progress("starting a gateway, a conductor and two nodes")
-    with bench_cluster(path, config, {}) as cluster:
-        yield cluster.url, cluster.model, {node.name: cluster.pid(node.name) for node in config.nodes}
+    with written_cluster(text + "".join(NODE.format(number=number, url=url) for number, url in enumerate(servers))) as cluster:
+        yield cluster.url, cluster.model, {name: cluster.pid(name) for name in cluster.nodes}
 
 
 def _described(wanted: LongPrompts, directory: Path, progress: Progress) -> Path:

@@ -7,14 +7,14 @@ which is not measured, shows both clusters each new rate.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.bench.slow_link import TAIL_TOKENS, WAITS, SlowLink, random_prompt, slow_link
 from mooncake_zmq.config.load import load
 from mooncake_zmq.runtime.model import prepared
@@ -24,8 +24,6 @@ RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
 MEETS = {"prefill.meet": "true"}
 POOL_PART = 2
 """Divisor of a host's pool for the prompts that wait in it for their turn."""
-
-Progress = Callable[[str], None]
 
 
 def bench_meet(config: Path, *, tokens: int, rounds: int, progress: Progress) -> Report:

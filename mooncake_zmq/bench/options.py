@@ -1,13 +1,17 @@
-"""Options that several `bench` commands have, and their progress output."""
+"""Options that several `bench` commands have, the form in which these show reports, and their progress output."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from mooncake_zmq.config.examples import located
-from mooncake_zmq.engine.cpu import Backend
+from mooncake_zmq.engine.cpu import Backend, limit_blas
+
+if TYPE_CHECKING:
+    from mooncake_zmq.bench.report import Report
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -20,7 +24,13 @@ backend_option = click.option(
     "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
 )
 
-threads_option = click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
+
+def count_option(name: str, least: int, default: int, help: str, most: int | None = None) -> Option:
+    """Return an option of a whole number."""
+    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=help)
+
+
+threads_option = count_option("--threads", 1, 1, "Of the engine.")
 cpu_time_option = click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
 
 
@@ -33,13 +43,36 @@ def config_option(default: str, what: str) -> Option:
 
 def rounds_option(default: int) -> Option:
     """Return the option for how often each row is measured."""
-    what = "Rounds per row; medians are shown."
-    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True, help=what)
+    return count_option("--rounds", 1, default, "Rounds per row; medians are shown.")
+
+
+def parts_option(parts: Sequence[str]) -> Option:
+    """Return the option for some of a report's rows; given none of them, the command has all `parts`."""
+    what = "Rows of this kind alone; may be repeated."
+    kind = click.Choice(parts)
+    return click.option("--only", "parts", multiple=True, type=kind, help=what, callback=lambda *of: of[2] or tuple(parts))
 
 
 def plot_option(what: str) -> Option:
     """Return the option for a file to draw `what` to."""
     return click.option("--plot", type=click.Path(path_type=Path), help=f"Draw {what} to this file.")
+
+
+def reported(drawn: str = "the ratios") -> Callable[[Callable[..., "Report"]], Callable[..., None]]:
+    """Return what makes a command of a function that returns its report: options say how it is shown, and whether `drawn` is
+    drawn to a file. NumPy must not be loaded before the function runs."""
+
+    def command(measure: Callable[..., "Report"]) -> Callable[..., None]:
+        @json_option
+        @plot_option(drawn)
+        @functools.wraps(measure)
+        def run(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+            limit_blas()
+            measure(**parameters).show(as_json=as_json, plot=plot)
+
+        return run
+
+    return command
 
 
 def numbers_option(name: str, least: int, default: str, help: str) -> Option:

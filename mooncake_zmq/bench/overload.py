@@ -5,7 +5,7 @@ other is refused at once, with a time to retry.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
-from mooncake_zmq.bench.report import Report
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.config.load import costs_of, load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 from mooncake_zmq.refused import Refused
-
-Progress = Callable[[str], None]
 
 SPREAD = 0.8
 """Standard deviation of the logarithm of prompt lengths."""
@@ -58,7 +56,7 @@ def bench_overload(path: Path, wanted: Load, progress: Progress) -> Report:
     capacity_per_s = len(config.of_role("prefill")) / mean(costs.compute_s(length, 0) for length in lengths.tolist())
     arrivals = draw_arrivals(wanted, capacity_per_s)
     progress(f"starting {len(config.nodes)} processes")
-    with bench_cluster(path, config, {}) as cluster:
+    with bench_cluster(path) as cluster:
         progress(f"{len(arrivals)} requests in {wanted.duration_s:g} s, {wanted.multiple:g} times the capacity")
         client = Client(url=cluster.url, model=cluster.model, max_open=len(arrivals) + 1, timeout_s=REQUEST_TIMEOUT_S)
         seen = asyncio.run(replay(client, requests(arrivals, lengths, wanted), progress)).seen

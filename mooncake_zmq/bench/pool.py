@@ -19,7 +19,7 @@ from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_keys import cost_of_keys
 from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s
 from mooncake_zmq.bench.pool_load import COPY, LAYOUT, load_gb_per_s
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.transfer.shared_memory import needs_checksums
 
 MIB = 1 << 20
@@ -38,8 +38,6 @@ CHECKED, UNCHECKED = "checksum on", "checksum off"
 LOCAL_SETTINGS = {CHECKED: {}, UNCHECKED: {"verify_local": False, "checksum_local": False}}
 """Settings by name; the second is for machines whose CPU lets a client skip local verification."""
 WAYS = ("get", "put")
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

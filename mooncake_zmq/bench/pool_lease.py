@@ -2,13 +2,10 @@
 prefix."""
 
 import subprocess
-import tempfile
-from pathlib import Path
 
 import click
 
 from mooncake_zmq.bench.stub_node import StubNode, role_process, runtime_of
-from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
 from mooncake_zmq.core.messages import (
@@ -87,16 +84,12 @@ class LeaseClient(StubNode):
 def lease_times_s(cycles: int) -> list[float]:
     """Return the seconds of each lease and release of 32 blocks, one after another. Raises click.ClickException if it breaks
     off."""
-    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
-        path = Path(directory) / "lease.toml"
-        path.write_text(CONFIG)
-        overrides = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name}
-        client = LeaseClient(cycles)
-        with role_process("cache-node", CACHE, path, overrides) as (process, words):
-            _run_client(client, load(path, overrides).config, process)
-            if client.failure or len(client.took_s) < cycles:
-                why = client.failure or f"it ended:\n{words.read_text()}"
-                raise click.ClickException(f"the cache-node did not keep the conversation: {why}")
+    client = LeaseClient(cycles)
+    with role_process("cache-node", CACHE, CONFIG) as (config, process, words):
+        _run_client(client, config, process)
+        if client.failure or len(client.took_s) < cycles:
+            why = client.failure or f"it ended:\n{words.read_text()}"
+            raise click.ClickException(f"the cache-node did not keep the conversation: {why}")
     return client.took_s
 
 

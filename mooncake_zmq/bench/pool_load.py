@@ -3,7 +3,6 @@ beside plain copies of as many bytes."""
 
 import ctypes
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.disk import elapsed_s, fill_slot
+from mooncake_zmq.bench.report import Progress
 from mooncake_zmq.core.work import BlockLoad, PullBlocks
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.prepare import default_cache_dir
@@ -26,8 +26,6 @@ from mooncake_zmq.transfer.shared_memory import Segment
 LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=32)
 """The default model's: 1.41 MiB a block."""
 COPY = "memory copy"
-
-Progress = Callable[[str], None]
 
 
 def load_gb_per_s(rounds: int, blocks: int, progress: Progress) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """The one form of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import commit, machine
+
+Progress = Callable[[str], None]
+"""Takes a line that says how far a run is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import gc
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from mooncake_zmq.bench.report import Report
+from mooncake_zmq.bench.report import Progress, Report
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace, of_models
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
@@ -51,8 +51,6 @@ UPDATE_NODES = 256
 UPDATE_BATCHES = (64, 1024)
 UPDATED_KEYS = 1 << 17
 DRIVER = Path(__file__).parent / "others/router_driver.py"
-
-Progress = Callable[[str], None]
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -5,18 +5,15 @@ Every node is a session of its own: the gateways send requests at a steady rate,
 and silent. A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
 """
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import click
 
 from mooncake_zmq.bench.schedule_load import Asked
 from mooncake_zmq.bench.stub_node import StubNode, role_process, runtime_of
-from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
 from mooncake_zmq.core.messages import Placed, Rejected, RequestEnded, Schedule
@@ -105,28 +102,23 @@ class Asking(Silent):
 def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], float]:
     """Return the seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises
     click.ClickException if it breaks off."""
-    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
-        path = Path(directory) / "schedule.toml"
-        path.write_text(_config())
-        overrides = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name}
-        config = load(path, overrides).config
-        greeted = threading.Semaphore(0)
-        gateways = [Asking(greeted, asked[number::GATEWAYS], per_s / GATEWAYS) for number in range(GATEWAYS)]
-        with (
-            role_process("conductor", CONDUCTOR, path, overrides) as (process, words),
-            _nodes(config, gateways, greeted) as runtimes,
-        ):
-            deadline = time.monotonic() + TIMEOUT_S + len(asked) / per_s
-            for _ in range(sum(ROLES.values())):
-                if not greeted.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    raise click.ClickException(f"the conductor does not greet everybody:\n{words.read_text()}")
-            time.sleep(SETTLE_S)
-            for runtime in runtimes:
-                runtime.post(TimerFired(TICK))
-            for gateway in gateways:
-                while not gateway.done.wait(WATCH_S):
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise click.ClickException(f"the conductor does not answer:\n{words.read_text()}")
+    greeted = threading.Semaphore(0)
+    gateways = [Asking(greeted, asked[number::GATEWAYS], per_s / GATEWAYS) for number in range(GATEWAYS)]
+    with (
+        role_process("conductor", CONDUCTOR, _config()) as (config, process, words),
+        _nodes(config, gateways, greeted) as runtimes,
+    ):
+        deadline = time.monotonic() + TIMEOUT_S + len(asked) / per_s
+        for _ in range(sum(ROLES.values())):
+            if not greeted.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise click.ClickException(f"the conductor does not greet everybody:\n{words.read_text()}")
+        time.sleep(SETTLE_S)
+        for runtime in runtimes:
+            runtime.post(TimerFired(TICK))
+        for gateway in gateways:
+            while not gateway.done.wait(WATCH_S):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise click.ClickException(f"the conductor does not answer:\n{words.read_text()}")
     if any(gateway.refused for gateway in gateways):
         raise click.ClickException("the conductor refused requests of a cluster that is idle")
     took_s = [each for gateway in gateways for each in gateway.took_s]

@@ -6,7 +6,7 @@ distribution against attention over all. Speed: decode behind several pages, all
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from mooncake_zmq.bench.quality import (
     prefilled,
     studied,
 )
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -52,7 +52,6 @@ WAYS: Mapping[str, tuple[str, bool]] = {
     "Quest": ("quest", False),
 }
 """Kinds of selection, and whether values count too, as `FewOfMany` says."""
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ prompt whose prefix is in a pool, against the median gap of the same answer. The
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, shared_files
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.messages import Sampling
@@ -37,8 +37,6 @@ GAP_PREFIX_TOKENS, GAP_TOKENS = 4000, 32
 DECODE_PROMPT, DECODE_TOKENS = 64, 96
 BATCHES = (1, 8)
 
-Progress = Callable[[str], None]
-
 
 def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str], progress: Progress) -> Report:
     """Run all of it. Raises click.ClickException when the cluster cannot be started or answers an error."""
@@ -49,7 +47,7 @@ def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str]
     report = Report("serve")
     overrides = {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", "conductor.tbt_slo_s": "0"}
     progress("starting the cluster")
-    with bench_cluster(config, settings, overrides) as cluster:
+    with bench_cluster(config, overrides) as cluster:
         run = _Run(engine, cluster, rounds, progress)
         run.warm_up()
         if "cold" in parts:

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.actor_parts import Tally
@@ -37,20 +39,22 @@ class StubNode:
 
 
 @contextmanager
-def role_process(
-    role: Role, name: str, path: Path, overrides: Mapping[str, str]
-) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    """Run the process of node `name` of the file at `path`, until the context ends; yield it and the file of its output."""
-    settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "mooncake_zmq", role, "--config", str(path), "--node", name, *settings]
-    words = path.with_name(f"{role}.out")
-    with words.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield process, words
-    finally:
-        process.terminate()
-        process.wait()
+def role_process(role: Role, name: str, settings: str) -> Iterator[tuple[Config, "subprocess.Popen[bytes]", Path]]:
+    """Run the process of node `name` of a configuration in TOML, in a runtime directory of its own, until the context ends;
+    yield the configuration, the process and the file of its output."""
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
+        path, words = Path(directory) / "nodes.toml", Path(directory) / f"{role}.out"
+        path.write_text(settings)
+        overrides = {"cluster.runtime_dir": directory, "cluster.name": path.parent.name}
+        command = [sys.executable, "-m", "mooncake_zmq", role, "--config", str(path), "--node", name]
+        command += [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
+        with words.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield load(path, overrides).config, process, words
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def runtime_of(actor: Actor, config: Config, name: str, *, peer: str) -> ZmqRuntime:

@@ -24,7 +24,7 @@ import click
 from mooncake_zmq.bench.memory import await_idle, cpu_s
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.others.peers import Peer, driver_process
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Progress, Report, Row
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.shim import install
@@ -42,7 +42,6 @@ ANSWER_TIMEOUT_S = 1200.0
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
 """Idle: an engine that uses less CPU time in this long."""
 
-Progress = Callable[[str], None]
 Start = Callable[[str], Peer]
 Took = dict[tuple[str, str, int], list[float]]
 """(side, what, tokens) -> of each round: "cold", "warm", "resumed", "saving" in seconds; "loaded" in tokens; "changed": 1

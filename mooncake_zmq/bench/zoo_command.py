@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mooncake_zmq.bench.options import config_option, json_option, show_progress
+from mooncake_zmq.bench.options import config_option, count_option, json_option, show_progress
 from mooncake_zmq.config.examples import TOY
 
 EXAMPLES = """\b
@@ -20,11 +20,11 @@ Examples:
 @click.command("zoo", epilog=EXAMPLES, context_settings={"max_content_width": 110})
 @click.option("--only", default="", metavar="KIND,..", help="Workloads of these kinds alone; see `mooncake-zmq sim --help`.")
 @click.option("--policy", default="", metavar="POLICY,..", help="All of the conductor's by default.")
-@click.option("--prefill", type=click.IntRange(1), default=8, show_default=True, help="Prefill nodes.")
-@click.option("--decode", type=click.IntRange(1), default=8, show_default=True, help="Decode nodes.")
+@count_option("--prefill", 1, 8, "Prefill nodes.")
+@count_option("--decode", 1, 8, "Decode nodes.")
 @click.option("--hardware", default="a800-llama3-70b", show_default=True, metavar="NAME", help="As in `mooncake-zmq sim`.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="As in `mooncake-zmq sim`.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the workloads and the runs.")
+@count_option("--seed", 0, 0, "Of the workloads and the runs.")
 @click.option("--small", is_flag=True, help="200 requests of each workload: a quick run.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="Processes at a time.")
 @click.option("--live", is_flag=True, help="Real processes instead, with prompts of toy size; only --only and --seed apply.")

@@ -5,7 +5,7 @@ come at their times, but for the turns of chats: each is sent when its predecess
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,14 +18,13 @@ from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
+from mooncake_zmq.bench.report import Progress
 from mooncake_zmq.bench.zoo_report import ZooLine, ZooReport
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.clairvoyant import foresee
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, RequestRecord
-
-Progress = Callable[[str], None]
 
 SMALL_BLOCK = 64
 """Tokens that a hash id stands for, except in bursts: prompts are an eighth as long as in the laboratory."""
@@ -94,7 +93,7 @@ def bench_zoo_live(path: Path, *, kinds: Sequence[str], seed: int, progress: Pro
     if TRACE_BLOCK_TOKENS % block_tokens:
         raise click.ClickException(f"model.block_tokens must divide {TRACE_BLOCK_TOKENS}, and is {block_tokens}")
     progress(f"starting {len(config.nodes)} processes")
-    with bench_cluster(path, config, {"conductor.admission": '"none"'}) as cluster:
+    with bench_cluster(path, {"conductor.admission": '"none"'}) as cluster:
         run = _Run(cluster, config, seed, progress)
         lines = [run.row(kind) for kind in kinds]
     report = ZooReport("zoo", title=f"live, {path}, seed {seed}", lines=lines)

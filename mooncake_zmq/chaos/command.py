@@ -188,13 +188,9 @@ def _enter(*, alone: bool) -> None:
 
 
 def _load(path: str) -> "Loaded":
-    from mooncake_zmq.config.errors import ConfigError
     from mooncake_zmq.config.load import load
 
-    try:
-        return load(located(path), {})
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
+    return load(located(path), {})
 
 
 def _print_plan(loaded: "Loaded", seed: int, minutes: float, kinds: Sequence[Kind]) -> None:

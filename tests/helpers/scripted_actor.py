@@ -3,9 +3,10 @@
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from msgspec import structs
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello, Parsers, Report, StateReported
 from mooncake_zmq.core.watch import PeerReport
-from mooncake_zmq.engine.tokenizer import byte_tokenizer
+from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
 from mooncake_zmq.gateway.http.acceptor import Acceptor, new_loop, server_config
 from mooncake_zmq.gateway.http.app import create_app
 from mooncake_zmq.gateway.http.edge import Edge
@@ -33,9 +34,14 @@ from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import AnswersSettings, ConnectionSettings, EdgeSettings
+from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.runtime.listening import listen
 
 EOS = 256
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
+TWO_CALLS = f'Let me see. {CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'
+PLACES = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+"""The parameters of `weather`."""
 Batches = list[list[ClientOutput]]
 
 
@@ -61,6 +67,19 @@ def finished(reason: str = "stop", **changes: Any) -> Finished:
 def one_by_one(outputs: Iterable[ClientOutput]) -> Batches:
     """Each output in its own loop iteration, as decode steps come."""
     return [[output] for output in outputs]
+
+
+def cut(outputs: Sequence[ClientOutput], sizes: Iterable[int]) -> Batches:
+    """The outputs in batches of these sizes, and the rest in one."""
+    ends = [0, *accumulate(sizes), len(outputs)]
+    return [batch for begin, end in pairwise(ends) if (batch := [*outputs[begin:end]])]
+
+
+def saying(text: str, reason: str = "stop", **settings: Any) -> "ScriptedActor":
+    """A gateway whose every answer is this text."""
+    return ScriptedActor(
+        lambda _request, _number: one_by_one([*tokens(text), finished(reason)]), **{"max_model_len": 4096, **settings}
+    )
 
 
 def hello(role: str) -> Hello:
@@ -145,6 +164,11 @@ class ScriptedActor:
     @model.setter
     def model(self, model: ServedModel) -> None:
         self.edge.models = ServedModels(model)
+
+    @property
+    def prompt(self) -> str:
+        """The text of the only request's prompt, with its special tokens."""
+        return ByteVocabulary().decode(unpack_tokens(self.only.tokens), special=True)
 
     @property
     def only(self) -> ClientRequest:

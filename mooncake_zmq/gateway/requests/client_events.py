@@ -81,9 +81,6 @@ class StopFound(Struct, frozen=True):
     """The edge found a stop string in the text: cancel at every hop and answer `Finished`."""
 
 
-ClientInput = ClientRequest | ChatToRender | ClientGone | StopFound
-
-
 class TokenOut(Struct, frozen=True, gc=False):
     """Token `index` (from 0, in order, exactly once)."""
 

@@ -7,16 +7,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_actor import ScriptedActor, finished, one_by_one, tokens
+from scripted_actor import PLACES, TWO_CALLS, ScriptedActor, cut, finished, saying, tokens
 
-from mooncake_zmq.engine.tokenizer import ByteVocabulary
 from mooncake_zmq.gateway.http.call_key import authorization_of
 from mooncake_zmq.gateway.requests.client_events import Failed, TokenOut
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants, digest_of
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 HI = [{"role": "user", "content": "hi"}]
-PLACES = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 TOOLS = [
     {"name": "weather", "description": "of a place", "input_schema": PLACES},
     {"name": "clock", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},
@@ -26,21 +24,6 @@ FUNCTIONS = [
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}},
 ]
 CALLS = [("weather", {"place": "Bern"}), ("clock", {})]
-TWO_CALLS = (
-    'Let me see. <tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-)
-
-
-def saying(text: str, reason: str = "stop", **settings: Any) -> ScriptedActor:
-    return ScriptedActor(
-        lambda _request, _number: one_by_one([*tokens(text), finished(reason)]), max_model_len=4096, **settings
-    )
-
-
-def prompt_of(actor: ScriptedActor) -> str:
-    raw = actor.only.tokens
-    return ByteVocabulary().decode([int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)], special=True)
 
 
 def ask(actor: ScriptedActor, path: str = "/v1/messages", **body: Any) -> httpx.Response:
@@ -133,14 +116,10 @@ def test_the_reason_of_the_end_is_named_as_the_api_names_it(
 @given(st.lists(st.integers(1, 9), max_size=40), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_a_stream_says_what_the_whole_answer_says_however_it_is_cut(cuts: list[int], with_tools: bool) -> None:
-    outputs = [*tokens(TWO_CALLS), finished()]
-    batches, at = [], 0
-    for size in [*cuts, len(outputs)]:
-        batches.append(outputs[at : at + size])
-        at += size
+    batches = cut([*tokens(TWO_CALLS), finished()], cuts)
     body = {"tools": TOOLS} if with_tools else {}
     whole = ask(saying(TWO_CALLS), **body).json()
-    actor = ScriptedActor(lambda _request, _number: [batch for batch in batches if batch], max_model_len=4096)
+    actor = ScriptedActor(lambda _request, _number: batches, max_model_len=4096)
     streamed = accumulated(events_of(ask(actor, stream=True, **body).text))
     for message in (whole, streamed):
         for block in message["content"]:
@@ -177,7 +156,7 @@ def test_calls_of_tools_are_blocks_and_their_ids_and_results_come_back_to_the_mo
         {"role": "user", "content": "and now?"},
     ]
     assert theirs.chat(messages=chat, tools=FUNCTIONS).status_code == 200
-    assert prompt_of(ours) == prompt_of(theirs), "the same conversation is the same prompt by either API"
+    assert ours.prompt == theirs.prompt, "the same conversation is the same prompt by either API"
     assert ours.only.keys == theirs.only.keys
 
 
@@ -188,8 +167,8 @@ def test_a_system_prompt_in_parts_is_one_and_a_final_answer_is_continued() -> No
     assert ask(actor, system=parts, messages=begun).status_code == 200
     turns = [{"role": "system", "content": "be\nbrief"}, *begun]
     assert chat.chat(messages=turns, continue_final_message=True).status_code == 200
-    assert prompt_of(actor) == prompt_of(chat)
-    assert prompt_of(actor).endswith("I am")
+    assert actor.prompt == chat.prompt
+    assert actor.prompt.endswith("I am")
 
 
 def test_settings_reach_the_sampler_and_more_tokens_than_there_is_room_for_are_as_many_as_there_is() -> None:

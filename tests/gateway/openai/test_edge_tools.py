@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
+from scripted_actor import TWO_CALLS, ScriptedActor, events, finished, one_by_one, saying, tokens
 
 from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
@@ -24,19 +24,6 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-TWO_CALLS = (
-    'Let me see. <tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-)
-
-
-def saying(text, reason="stop"):
-    return ScriptedActor(lambda _request, _number: one_by_one([*tokens(text), finished(reason)]), max_model_len=4096)
-
-
-def prompt_of(actor):
-    ids = [int.from_bytes(actor.only.tokens[at : at + 4], "little") for at in range(0, len(actor.only.tokens), 4)]
-    return ByteVocabulary().decode(ids, special=True)
 
 
 def gathered(response):
@@ -115,7 +102,7 @@ def test_who_chooses_none_gets_text_and_the_same_prompt():
     plain = actors[0].chat(tools=TOOLS, tool_choice="none").json()["choices"][0]
     assert (plain["message"], plain["finish_reason"]) == ({"role": "assistant", "content": TWO_CALLS}, "stop")
     actors[1].chat(tools=TOOLS)
-    assert prompt_of(actors[0]) == prompt_of(actors[1])
+    assert actors[0].prompt == actors[1].prompt
 
 
 def test_tools_and_earlier_calls_reach_the_template():
@@ -127,12 +114,12 @@ def test_tools_and_earlier_calls_reach_the_template():
         {"role": "tool", "tool_call_id": "abcdefghi", "content": [{"type": "text", "text": "sunny"}]},
     ]
     assert actor.chat(messages=messages, tools=TOOLS).status_code == 200
-    prompt = prompt_of(actor)
+    prompt = actor.prompt
     assert prompt.startswith(f"<|system|>{json.dumps(TOOLS)}")
     assert '<tool_call>{"name": "weather", "arguments": {"place": "Rom"}}</tool_call><|end|><|tool|>sunny' in prompt
     named = with_template("{{ messages[2].name }} {{ tools | length }}", saying("ok"))
     named.chat(messages=messages, tools=TOOLS, tool_choice="none")
-    assert prompt_of(named) == "weather 2"
+    assert named.prompt == "weather 2"
 
 
 def test_templates_see_ids_and_only_what_was_given():
@@ -140,9 +127,7 @@ def test_templates_see_ids_and_only_what_was_given():
     actor = with_template(template, saying("ok"))
     turns = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "tool_call_id": "x1", "content": "a"}]
     assert actor.chat(messages=turns).status_code == 200
-    assert prompt_of(actor) == str(
-        [{"role": "assistant", "content": ""}, {"role": "tool", "content": "a", "tool_call_id": "x1"}]
-    )
+    assert actor.prompt == str([{"role": "assistant", "content": ""}, {"role": "tool", "content": "a", "tool_call_id": "x1"}])
 
 
 def with_template(template, actor):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from scripted_actor import ScriptedActor, failing, finished, tokens
+from scripted_actor import CALL, ScriptedActor, failing, saying
 
 from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
@@ -11,8 +11,6 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 langchain = pytest.importorskip("langchain_openai")
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
 
 
 class weather(pydantic.BaseModel):  # noqa: N801, a tool's name
@@ -38,12 +36,8 @@ def speak(actor, talk, **more):
     return found[0]
 
 
-def says(text):
-    return ScriptedActor(lambda _request, _number: [*([each] for each in tokens(text)), [finished()]], max_model_len=4096)
-
-
 def test_a_chat_has_its_text_and_its_usage():
-    answer = speak(says("hello"), lambda model: model.ainvoke("hi"))
+    answer = speak(saying("hello"), lambda model: model.ainvoke("hi"))
     assert answer.content == "hello"
     assert answer.usage_metadata["output_tokens"] == 5
     assert answer.usage_metadata["input_token_details"]["cache_read"] == 4
@@ -53,7 +47,7 @@ def test_a_stream_comes_in_pieces():
     async def talk(model):
         return [chunk async for chunk in model.astream("hi")]
 
-    chunks = speak(says("hello"), talk, stream_usage=True)
+    chunks = speak(saying("hello"), talk, stream_usage=True)
     assert "".join(chunk.content for chunk in chunks) == "hello"
     assert len([chunk for chunk in chunks if chunk.content]) > 1
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 5
@@ -70,18 +64,18 @@ def test_tools_are_bound_called_and_answered(stream):
             whole = chunk if whole is None else whole + chunk
         return whole
 
-    answer = speak(says(CALL), talk)
+    answer = speak(saying(CALL), talk)
     assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("weather", {"place": "Bern"})]
 
 
 def test_an_answer_is_parsed_into_the_class_that_was_asked_for():
-    answer = speak(says('{"name":"Ada","age":36}'), lambda model: model.with_structured_output(Person).ainvoke("hi"))
+    answer = speak(saying('{"name":"Ada","age":36}'), lambda model: model.with_structured_output(Person).ainvoke("hi"))
     assert answer == Person(name="Ada", age=36)
 
 
 def test_a_function_that_must_be_called_has_no_arguments_but_those_of_its_class():
     call = '<tool_call>\n{"name": "Person", "arguments": {"name":"Ada","age":36}}\n</tool_call>'
-    actor = says(call)
+    actor = saying(call)
     answer = speak(actor, lambda model: model.with_structured_output(Person, method="function_calling").ainvoke("hi"))
     assert answer == Person(name="Ada", age=36)
     compiler, constraint = Compiler(byte_tokenizer, 512), actor.only.sampling.constraint
@@ -93,7 +87,7 @@ def test_a_function_that_must_be_called_has_no_arguments_but_those_of_its_class(
 @pytest.mark.parametrize(
     ("actor", "prompt", "kind"),
     [
-        (says("x"), "word " * 5000, "BadRequestError"),
+        (saying("x"), "word " * 5000, "BadRequestError"),
         (ScriptedActor(lambda _request, _number: [[failing(429)]]), "hi", "RateLimitError"),
         (ScriptedActor(lambda _request, _number: [[failing(503)]]), "hi", "InternalServerError"),
     ],

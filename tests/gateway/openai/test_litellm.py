@@ -4,11 +4,10 @@ import asyncio
 import json
 
 import pytest
-from scripted_actor import ScriptedActor, failing, finished, tokens
+from scripted_actor import CALL, ScriptedActor, failing, saying
 
 litellm = pytest.importorskip("litellm")
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 TURNS = [{"role": "user", "content": "hi"}]
@@ -29,14 +28,8 @@ def speak(actor, talk):
     return found[0]
 
 
-def says(text, **more):
-    return ScriptedActor(
-        lambda _request, _number: [*([each] for each in tokens(text)), [finished()]], max_model_len=4096, **more
-    )
-
-
 def test_a_chat_has_its_text_and_its_usage():
-    answer = speak(says("hello"), lambda ask: ask(temperature=0, max_tokens=8))
+    answer = speak(saying("hello"), lambda ask: ask(temperature=0, max_tokens=8))
     assert answer.choices[0].message.content == "hello"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == 5
@@ -48,7 +41,7 @@ def test_a_stream_comes_in_pieces_and_ends_with_the_usage():
         stream = await ask(stream=True, stream_options={"include_usage": True})
         return [chunk async for chunk in stream]
 
-    chunks = speak(says("hello"), talk)
+    chunks = speak(saying("hello"), talk)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
     assert chunks[-1].usage.completion_tokens == 5
 
@@ -61,7 +54,7 @@ def test_calls_of_tools_are_told_and_put_together(stream):
         answer = await ask(tools=TOOLS, tool_choice="auto", stream=stream)
         return litellm.stream_chunk_builder([chunk async for chunk in answer]) if stream else answer
 
-    answer = speak(says(CALL), talk)
+    answer = speak(saying(CALL), talk)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments) == {"place": "Bern"}
@@ -71,9 +64,9 @@ def test_calls_of_tools_are_told_and_put_together(stream):
 @pytest.mark.parametrize(
     ("actor", "more", "kind"),
     [
-        (says("x"), {"messages": [{"role": "user", "content": "word " * 5000}]}, "ContextWindowExceededError"),
-        (says("x"), {"temperature": -1}, "BadRequestError"),
-        (says("x"), {"model": "openai/other"}, "NotFoundError"),
+        (saying("x"), {"messages": [{"role": "user", "content": "word " * 5000}]}, "ContextWindowExceededError"),
+        (saying("x"), {"temperature": -1}, "BadRequestError"),
+        (saying("x"), {"model": "openai/other"}, "NotFoundError"),
         (ScriptedActor(lambda _request, _number: [[failing(429)]]), {}, "RateLimitError"),
         (ScriptedActor(lambda _request, _number: [[failing(503)]]), {}, "ServiceUnavailableError"),
     ],

@@ -4,12 +4,10 @@ import asyncio
 import json
 
 import pytest
-from scripted_actor import ScriptedActor, finished, tokens
+from scripted_actor import CALL, saying
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
 
 
 class Person(pydantic.BaseModel):
@@ -29,7 +27,7 @@ ASKED = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
 
 def speak(text, talk, reason="stop"):
     """What `talk(client)` gives, with a gateway whose every answer is this."""
-    actor = ScriptedActor(lambda _request, _number: [[*tokens(text), finished(reason)]], max_model_len=4096)
+    actor = saying(text, reason)
     found = []
 
     async def client(port):

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
+from scripted_actor import EOS, ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, Conversation, Tokenizer
 from mooncake_zmq.gateway.openai.reasoning import FORMS, ReasoningReader, marks_of
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 THINK = FORMS["think"]
-EOS = 256
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content }}{% for call in m.tool_calls %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %};{% endfor %}"
@@ -90,11 +89,6 @@ def thinking(text: str, template: str = TEMPLATE, reason: str = "stop", **settin
     return actor
 
 
-def prompt_of(actor: ScriptedActor) -> str:
-    raw = actor.only.tokens
-    return ByteVocabulary().decode([int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)], special=True)
-
-
 def chat(actor: ScriptedActor, *, stream: bool, **body: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The message, the usage and the reason of the end; of a stream, put together as clients do."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -155,7 +149,7 @@ def test_a_user_who_writes_the_mark_begins_no_reasoning() -> None:
 def test_a_prompt_that_ends_the_reasoning_gets_content_alone() -> None:
     actor = thinking("Yes.")
     message, _, _ = chat(actor, stream=False, reasoning_effort="none")
-    assert prompt_of(actor).endswith("<think></think>")
+    assert actor.prompt.endswith("<think></think>")
     assert message == {"role": "assistant", "content": "Yes."}
 
 
@@ -202,7 +196,7 @@ def test_earlier_reasoning_reaches_the_template(name: str) -> None:
         {"role": "user", "content": "c"},
     ]
     chat(actor, stream=False, messages=turns)
-    assert prompt_of(actor) == "user:a;assistant:<think>hm</think>b;user:c;>"
+    assert actor.prompt == "user:a;assistant:<think>hm</think>b;user:c;>"
 
 
 def test_a_stream_of_reasoning_says_its_token_ids() -> None:
@@ -225,13 +219,13 @@ def test_messages_have_blocks_of_thinking() -> None:
     assert "".join(each["delta"].get("text", "") for each in found if each["type"] == "content_block_delta") == "Yes."
     actor = thinking("Yes.")
     assert ask(actor, thinking={"type": "disabled"}).json()["content"] == [{"type": "text", "text": "Yes."}]
-    assert prompt_of(actor).endswith("<think></think>")
+    assert actor.prompt.endswith("<think></think>")
     actor = thinking("ok")
     blocks = [*content, {"type": "redacted_thinking", "data": "x"}, {"type": "tool_use", "id": "toolu_a", "name": "clock"}]
     result = [{"type": "tool_result", "tool_use_id": "toolu_a", "content": "noon"}]
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": blocks}, {"role": "user", "content": result}]
     assert ask(actor, messages=turns).status_code == 200
-    assert prompt_of(actor).startswith("user:hi;assistant:<think>hm</think>Yes.<tool_call>")
+    assert actor.prompt.startswith("user:hi;assistant:<think>hm</think>Yes.<tool_call>")
 
 
 def test_responses_have_items_of_reasoning() -> None:
@@ -255,16 +249,16 @@ def test_responses_have_items_of_reasoning() -> None:
     user = {"role": "user", "content": "hi"}
     actor = thinking("ok")
     assert ask(actor, input=[user, item, message, call, result]).status_code == 200
-    assert prompt_of(actor).startswith("user:hi;assistant:<think>hm</think>Yes.<tool_call>")
+    assert actor.prompt.startswith("user:hi;assistant:<think>hm</think>Yes.<tool_call>")
     actor = thinking("ok")
     assert ask(actor, input=[user, item, call, result]).status_code == 200
-    assert prompt_of(actor).startswith("user:hi;assistant:<think>hm</think><tool_call>")
+    assert actor.prompt.startswith("user:hi;assistant:<think>hm</think><tool_call>")
     actor = thinking("ok")
     assert ask(actor, input=[user, item, item, message]).status_code == 200
-    assert prompt_of(actor) == "user:hi;assistant:<think>hm\nhm</think>Yes.;>"
+    assert actor.prompt == "user:hi;assistant:<think>hm\nhm</think>Yes.;>"
     actor = thinking("ok")
     assert (
         ask(actor, input=[user, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}, user]).status_code
         == 200
     )
-    assert prompt_of(actor) == "user:hi;user:hi;>", "reasoning without an answer is left out"
+    assert actor.prompt == "user:hi;user:hi;>", "reasoning without an answer is left out"

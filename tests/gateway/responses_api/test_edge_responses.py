@@ -7,36 +7,20 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_actor import ScriptedActor, finished, one_by_one, tokens
+from scripted_actor import PLACES, TWO_CALLS, ScriptedActor, cut, finished, saying, tokens
 
-from mooncake_zmq.engine.tokenizer import ByteVocabulary
 from mooncake_zmq.gateway.requests.client_events import Failed, TokenOut
 
-PLACES = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 TOOLS = [
     {"type": "function", "name": "weather", "description": "of a place", "parameters": PLACES},
     {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False},
 ]
 FUNCTIONS = [{"type": "function", "function": {name: said for name, said in tool.items() if name != "type"}} for tool in TOOLS]
-TWO_CALLS = (
-    'Let me see. <tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-
-
-def saying(text: str, reason: str = "stop") -> ScriptedActor:
-    batches = one_by_one([*tokens(text), finished(reason)])
-    return ScriptedActor(lambda _request, _number: batches, max_model_len=4096)
 
 
 def ask(actor: ScriptedActor, **body: Any) -> httpx.Response:
     return actor.call("POST", "/v1/responses", json={"model": "toy", "input": "hi", **body})
-
-
-def prompt_of(actor: ScriptedActor) -> str:
-    raw = actor.only.tokens
-    return ByteVocabulary().decode([int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)], special=True)
 
 
 def events_of(raw: str) -> list[dict[str, Any]]:
@@ -107,14 +91,10 @@ def test_an_answer_that_was_cut_is_incomplete(stream: bool) -> None:
 @given(st.lists(st.integers(1, 9), max_size=40), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_a_stream_says_what_the_whole_answer_says_however_it_is_cut(cuts: list[int], with_tools: bool) -> None:
-    outputs = [*tokens(TWO_CALLS), finished()]
-    batches, at = [], 0
-    for size in [*cuts, len(outputs)]:
-        batches.append(outputs[at : at + size])
-        at += size
+    batches = cut([*tokens(TWO_CALLS), finished()], cuts)
     body = {"tools": TOOLS} if with_tools else {}
     whole = ask(saying(TWO_CALLS), **body).json()
-    actor = ScriptedActor(lambda _request, _number: [batch for batch in batches if batch], max_model_len=4096)
+    actor = ScriptedActor(lambda _request, _number: batches, max_model_len=4096)
     streamed = accumulated(events_of(ask(actor, stream=True, **body).text))
     for response in (whole, streamed):
         for name in ("id", "created_at"):
@@ -159,7 +139,7 @@ def test_calls_are_items_and_come_back_to_the_model_with_their_outputs_as_in_a_c
         {"role": "user", "content": "and now?"},
     ]
     assert theirs.chat(messages=chat, tools=FUNCTIONS).status_code == 200
-    assert prompt_of(ours) == prompt_of(theirs), "the same conversation is the same prompt by either API"
+    assert ours.prompt == theirs.prompt, "the same conversation is the same prompt by either API"
     assert ours.only.keys == theirs.only.keys
 
 
@@ -173,7 +153,7 @@ def test_functions_in_a_namespace_are_seen_with_it_and_called_by_both_names() ->
     actor = saying(said)
     (call,) = ask(actor, tools=spaces).json()["output"]
     assert (call["namespace"], call["name"], call["arguments"]) == ("mcp__here", "weather", '{"place": "Bern"}')
-    prompt = prompt_of(actor)
+    prompt = actor.prompt
     assert all(f'"{name}"' in prompt for name in ("mcp__here__weather", "mcp__here__clock", "mcp__there__clock"))
     assert ("What is near." in prompt, "web_search" in prompt) == (True, False)
 
@@ -183,7 +163,7 @@ def test_functions_in_a_namespace_are_seen_with_it_and_called_by_both_names() ->
     back = saying("fine")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
     ask(back, tools=spaces, input=[{"role": "user", "content": "hi"}, call, output])
-    assert prompt_of(back).count("mcp__here__weather") == 2, "among the tools, and in the turn that called it"
+    assert back.prompt.count("mcp__here__weather") == 2, "among the tools, and in the turn that called it"
 
 
 def test_two_functions_that_the_model_would_see_under_one_name_are_refused() -> None:
@@ -204,7 +184,7 @@ def test_a_system_prompt_alone_is_a_conversation_as_in_a_chat() -> None:
     ours, theirs = saying("fine"), saying("fine")
     assert ask(ours, input=[{"role": "developer", "content": "say fine"}]).status_code == 200
     assert theirs.chat(messages=[{"role": "system", "content": "say fine"}]).status_code == 200
-    assert prompt_of(ours) == prompt_of(theirs)
+    assert ours.prompt == theirs.prompt
 
 
 @pytest.mark.parametrize(

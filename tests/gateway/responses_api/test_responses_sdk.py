@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from scripted_actor import ScriptedActor, finished, one_by_one, tokens
+from scripted_actor import saying
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -26,7 +26,7 @@ class Person(pydantic.BaseModel):
 
 def speak(text, talk):
     """Return what `talk(client)` returns, with a gateway whose every answer is this text."""
-    actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens(text), finished()]), max_model_len=4096)
+    actor = saying(text)
     found = []
 
     async def client(port):
