@@ -97,6 +97,7 @@ def prepare(
     if model.embeds:
         raise invalid("model", f"the model {model.id!r} gives vectors alone: call /v1/embeddings", "model_not_supported")
     body.check_stream_options()
+    body.check_kv_budget(settings)
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
@@ -242,6 +243,7 @@ class _Common:
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
                 reading=reading,
                 images=images,
+                eviction=body.mooncake.eviction(len(ids)) if body.mooncake is not None else None,
             )
             prepared.requests.append(request)
             choice = Choice(
