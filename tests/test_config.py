@@ -835,3 +835,19 @@ def test_decodes_that_all_only_lend_are_refused_and_one_that_does_not_even_lend_
     for more, warned in (("", True), ("lend_tokens = 64\n", False)):
         loaded = load(write("[decode]\nborrow = true\n", NODES + idle + more), {}, {})
         assert any("l: max_batch = 0 and lend_tokens = 0" in text for text in warnings(loaded)) == warned
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "why"),
+    [
+        ("kv_codec = 'int8'", "role = 'decode'", "model.kv_codec is 'int8'"),
+        ("", "role = 'prefill'\ndevice = 'cuda'", "node d has device 'cuda'"),
+        ("", "role = 'vllm'", "node d is a vLLM"),
+    ],
+)
+@pytest.mark.parametrize("where", ["[gateway.edge]\nkv_budget = true\n", "settings = { edge = { kv_budget = true } }\n"])
+def test_few_tokens_are_kept_of_exact_kv_on_a_cpu_alone(write: Any, model: str, node: str, why: str, where: str) -> None:
+    own = "settings" in where
+    text = f"[model]\n{model}\n{'' if own else where}[[nodes]]\nname = 'd'\n{node}\n[[nodes]]\nname = 'g'\nrole = 'gateway'\n"
+    with pytest.raises(ConfigError, match=f"gateway.edge.kv_budget of g is for exact KV .*: {why}"):
+        load(write(text + where * own, ""), {}, {})

@@ -23,13 +23,13 @@ from mooncake_zmq.bench.eviction_ways import (
     merged,
     pyramid,
     pyramid_lengths,
-    sinks_and_recent,
     taken,
 )
 from mooncake_zmq.bench.low_rank import LowRank, opened, state_tokens, trained
 from mooncake_zmq.bench.quality import Floats, Logs, computed, logs_of, studied
 from mooncake_zmq.bench.report import Progress, Row
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.eviction import sinks_and_recent
 from mooncake_zmq.kv.codec import CODECS
 from mooncake_zmq.laboratory.new_file import new_of
 

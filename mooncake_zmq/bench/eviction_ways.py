@@ -1,4 +1,4 @@
-"""Ways to keep fewer tokens of a context: what a bench compares with codecs of as many bytes. Not served.
+"""Ways to keep fewer tokens of a context: what a bench compares with codecs of as many bytes.
 
 All keep keys as they were rotated, and every token that follows the context. Elastic Cache (liuzuyan/ElasticCache) keeps what
 all queries of the context attend to most, merges the others into it, and evicts at a fixed point while it decodes, so that it
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from mooncake_zmq.bench.codec_baselines import SINKS
 from mooncake_zmq.bench.low_rank import State, joined
 from mooncake_zmq.bench.quality import Computed, Floats, causal_weights, computed
+from mooncake_zmq.core.messages import Eviction
+from mooncake_zmq.engine.eviction import attention_received, kept_tokens
 from mooncake_zmq.engine.llama import Llama
 
 FIXED_DISTANCE = 25
@@ -32,8 +34,6 @@ Tokens = NDArray[np.int64]
 class KeptTokens:
     """Implements `Attending`: some of a context's tokens, by layer, and all that follow. `share`: no more of all are kept: a
     token that follows makes one go at Elastic Cache's fixed point. `state`: stands for tokens that are not kept."""
-
-    before = 0
 
     def __init__(
         self,
@@ -58,6 +58,11 @@ class KeptTokens:
         state = sum(each.mass.size + each.mixed.size for each in self._state or ())
         return state + sum(each[:, :, :count].size for each, count in zip(self._kv, self._counts, strict=True))
 
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.length
+
     def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
         held, count = self._kv[layer], self._counts[layer] + 1
         held[:, :, count - 1] = keys, values
@@ -74,12 +79,6 @@ class KeptTokens:
         return mixed.reshape(-1)
 
 
-def sinks_and_recent(tokens: int, kept: int) -> Tokens:
-    """Return the first tokens of a context and its last ones, so many in all."""
-    found: Tokens = np.r_[:SINKS, tokens - (kept - SINKS) : tokens]
-    return found
-
-
 def taken(kv: Floats, which: Tokens) -> Floats:
     """Return what is kept of a layer's keys and values [k/v, n, kv_head, head_dim], as `KeptTokens` takes it."""
     return kv[:, which].transpose(0, 2, 1, 3)
@@ -90,10 +89,9 @@ def taken(kv: Floats, which: Tokens) -> Floats:
 
 def attended_most(layer: Computed, kept: int) -> Tokens:
     """Return the first tokens, those that all queries attend to most in the mean of heads, and the last one."""
-    importance = causal_weights(layer).sum(axis=(0, 1, 2))
-    importance[:SINKS] = importance[-1] = np.inf
-    found: Tokens = np.sort(np.argsort(-importance, kind="stable")[:kept])
-    return found
+    keys, count = layer.kv[0].transpose(1, 2, 0)[:, None], layer.kv.shape[1]
+    received = attention_received(layer.queries, keys, np.arange(count))
+    return kept_tokens(Eviction(kind="elastic", kept=kept), count, received)
 
 
 def merged(kv: Floats, which: Tokens) -> Floats:

@@ -36,9 +36,9 @@ Entries = list[Ranked[DecodeNode]]
 class Joining:
     """One request that will join a batch at time `at`, as `choices` sequences, with `own_tokens` of KV, and that needs
     `need_tokens` in all. `wait_s` is the time until its prefill begins and `stay_tokens` how long a request stays in a batch.
-    `borrower_tokens`: what it needs in all where it borrows. `handover_s` is the time that any decode needs to get its KV
-    between the first and second token; `handover` gives it per decode for reused blocks, if there are any. `tenant`: a named
-    tenant leaves room for others; `begins`: when its prefill begins."""
+    `borrower_tokens`: what it needs in all where it borrows; 0: it must not. `handover_s` is the time that any decode needs to
+    get its KV between the first and second token; `handover` gives it per decode for reused blocks, if there are any. `tenant`:
+    a named tenant leaves room for others; `begins`: when its prefill begins."""
 
     slack: float = 0.0
     """The most seconds of step time that a batch may have lost since its report, for reports younger than `STALE_S`."""
@@ -115,7 +115,7 @@ class Batches:
             node = self._least(joining, candidates, host, without)
         if node is not None:
             return self.promise(joining, node)
-        if joining.choices > 1:
+        if joining.choices > 1 or not joining.borrower_tokens:
             return None
         return self._borrowing(joining, candidates, without.union(exclude)) or self._borrowing(joining, candidates, without)
 
@@ -218,7 +218,8 @@ class Batches:
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
             left_tokens = _left_tokens(joining, node) if joining.tenant in node.tenants else 0.0
-            is_whole = not node.borrows or joining.choices > 1 or joining.tenant in node.tenants
+            borrows = node.borrows and joining.borrower_tokens > 0
+            is_whole = not borrows or joining.choices > 1 or joining.tenant in node.tenants
             fits = is_whole or joining.own_tokens <= node.own_tokens
             roomy = fits and node.has_room(joining.need_tokens, joining.choices, left_tokens)
             if fits and not roomy and (joining.wait_s > 0 or node.coming):

@@ -112,7 +112,7 @@ class Placement:
 
     def _go_on(self, now: float, schedule: Schedule, plan: Plan, limits: Limits, prefill: PrefillChoice) -> Decision | Refused:
         """Return the decision for a chosen prefill, or the refusal."""
-        if self._pipelines and not (prefill.node.vllm or prefill.coming):
+        if self._pipelines and not (prefill.node.vllm or prefill.coming or schedule.kept_tokens):
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill)
         spare = self.hindsight.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
@@ -173,7 +173,7 @@ class Placement:
             deadline=decision.limits.deadline(now),
             need_tokens=decision.need_tokens - sum(decode.lent.values()),
             lent=decode.lent,
-            load_s=decision.choices * (self._request_s + self._context_s * (plan.tokens + expected / 2)),
+            load_s=decision.choices * (self._request_s + self._context_s * (plan.kv_tokens + expected / 2)),
             choices=decision.choices,
             expected_tokens=expected,
             idle=prefill.queue_s <= 0 and prefill.coming is None,
@@ -229,12 +229,12 @@ class Placement:
             at,
             handover=self._handover(plan, prefill) if handed else None,
             wait_s=prefill.queue_s,
-            own_tokens=choices * plan.tokens,
-            need_tokens=choices * self._need_tokens(plan.tokens, expected),
+            own_tokens=choices * plan.kv_tokens,
+            need_tokens=choices * self._need_tokens(plan.kv_tokens, expected),
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
             choices=choices,
-            borrower_tokens=self._need_tokens(plan.tokens, min(schedule.max_tokens, GROWTH_TOKENS)),
+            borrower_tokens=self._borrower_tokens(plan, schedule),
             handover_s=0.0 if prefill.whole or not prefill.node.vllm else self._costs.load_s(plan.tokens),
             tenant=plan.tenant,
             begins=now + prefill.queue_s,
@@ -255,6 +255,12 @@ class Placement:
         """Return the KV tokens that a decode must have free: whole blocks for the prompt and one token, which it requires, or
         the prompt and its expected output."""
         return max((tokens // self._block_tokens + 1) * self._block_tokens, tokens + int(expected))
+
+    def _borrower_tokens(self, plan: Plan, schedule: Schedule) -> int:
+        """Return the KV tokens that a request needs of which decodes lend each other a part; 0: nothing of it is lent."""
+        if schedule.kept_tokens:
+            return 0
+        return self._need_tokens(plan.tokens, min(schedule.max_tokens, GROWTH_TOKENS))
 
     def _choose_prefill(
         self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: frozenset[str]

@@ -90,7 +90,8 @@ class Plan:
     ) -> None:
         self.now = now
         self.keys = keys
-        self.tokens = tokens
+        self.tokens = self.kv_tokens = tokens
+        """Those of the prompt, and those of it whose KV its decode is to hold."""
         self.tenant = tenant
         self.priority = priority
         self.runs = runs
@@ -143,6 +144,7 @@ class Planner:
         whole_s = (self._a + self._b * tokens) * tokens
         plan = Plan(now, whole, tokens, schedule.tenant, schedule.priority, runs, whole_s)
         plan.reusable = limit
+        plan.kv_tokens = schedule.kept_tokens or tokens
         if runs:
             plan.longest = runs[-1][0]
             if plan.longest < len(keys):

@@ -375,6 +375,7 @@ class Config:
                     f"{'a modelled engine' if node.modelled else f'device {node.device!r}'}"
                 )
         self._check_selection()
+        self._check_kv_budget()
         if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
         if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):
@@ -395,11 +396,26 @@ class Config:
             if "decode" not in node.roles or section["selection"] == "none":
                 continue
             why = f"node {node.name} has a modelled engine" if node.modelled else ""
-            why = why or (f"node {node.name} has device {node.device!r}" if node.device != "cpu" else "")
             why = why or ("the toy engine attends to nothing" if self.model.path == "toy" else "")
-            why = why or (f"model.kv_codec is {self.model.kv_codec!r}" if self.model.kv_codec != "exact" else "")
-            if why:
+            if why := why or self._not_exact_on_cpu(node):
                 raise ValueError(f"decode.selection is for exact KV that our own engine computes on a CPU: {why}")
+
+    def _check_kv_budget(self) -> None:
+        """Check that where requests may have KV dropped all engines are our own, on CPUs, with exact KV."""
+        own = [(node.name, node.settings.get("edge", {})) for node in self.of_role("gateway")]
+        default = self.gateway.edge.kv_budget
+        allowing = [name for name, edge in own if (edge.get("kv_budget", default) if isinstance(edge, dict) else default)]
+        for node in self.of_role(*ENGINE_ROLES, "vllm") if allowing else ():
+            why = f"node {node.name} is a vLLM" if node.role == "vllm" else self._not_exact_on_cpu(node)
+            if why:
+                text = f"gateway.edge.kv_budget of {allowing[0]} is for exact KV that our own engine computes on a CPU"
+                raise ValueError(f"{text}: {why}")
+
+    def _not_exact_on_cpu(self, node: NodeSettings) -> str:
+        """Return why the KV of a node is not exact KV in the memory of a CPU; empty: it is."""
+        if node.device != "cpu":
+            return f"node {node.name} has device {node.device!r}"
+        return f"model.kv_codec is {self.model.kv_codec!r}" if self.model.kv_codec != "exact" else ""
 
     def _check_models(self) -> None:
         """Check that each node is for one of the models, or for all of them."""

@@ -158,7 +158,8 @@ class Fence(Struct, frozen=True):
 
 class OpenSequence(Struct, frozen=True):
     """Allocate the KV of a running sequence. `past`: the part of the tokens before those fed singly that `sampling` reads.
-    `filled_tokens`: the part of the capacity that is filled at once. `tenant`: its owner."""
+    `filled_tokens`: the part of the capacity that is filled at once. `tenant`: its owner. `dropped_tokens`: those of its prompt
+    whose KV nothing holds, behind whose positions it goes on."""
 
     sequence: int
     capacity_tokens: int
@@ -166,6 +167,7 @@ class OpenSequence(Struct, frozen=True):
     past: bytes = b""
     filled_tokens: int = 0
     tenant: str = ""
+    dropped_tokens: int = 0
 
 
 class CloseSequence(Struct, frozen=True):

@@ -13,6 +13,7 @@ from mooncake_zmq.core.messages import (
     CallRead,
     Embedding,
     End,
+    Eviction,
     Image,
     LoanPlace,
     Parsers,
@@ -88,6 +89,8 @@ class ComputeChunk(Struct, frozen=True):
     """KV reused behind other tokens, ascending and without overlap: what is computed is approximate if there is any."""
     again: float = 0.0
     """Share of the parts' tokens that are computed again."""
+    eviction: Eviction | None = None
+    """How few tokens of the whole prompt are kept: `outputs` hold these, and are of the last chunk alone. None: all."""
 
     @property
     def samplings(self) -> tuple[Sampling, ...]:
@@ -607,6 +610,8 @@ def lender_lost(name: str, reason: str) -> WorkFailed:
 StoreWork = ReadValues | WriteValues | CommitValues | MoveValues | ForgetValues | CreateSegment | RemoveSegments
 """Works of a store's disk: one that changes it at a time, several that read."""
 StoreResult = ValuesRead | ValuesWritten | Done | WorkFailed
+VllmWork = Generate | Embed | ProbeEngine | ReadTokens | WriteChat | WatchEngine
+"""Works of a node beside a vLLM."""
 Work = (
     ComputeChunk
     | PullBlocks
@@ -615,12 +620,7 @@ Work = (
     | WriteToDisk
     | ProbeProcess
     | ComputeStage
-    | Generate
-    | Embed
-    | ProbeEngine
-    | ReadTokens
-    | WriteChat
-    | WatchEngine
+    | VllmWork
     | ForkSequence
     | SampleTokens
     | LendSequence

@@ -62,7 +62,7 @@ class Admission:
                 return []
             return [_denied(sender, message, NEWER, full=False)]
         effects = self._replace(now, current)
-        budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
+        budget = self._layout.blocks_for((message.kept_tokens or message.tokens) + 1) * self._layout.block_tokens
         lent = self._borrowing.lacking(message, budget)
         lack = self._lack(budget - lent, message.tenant, borrows=self._settings.borrow and bool(message.lenders))
         reason = lack or self._refusal(sender, message, budget - lent)
@@ -101,9 +101,9 @@ class Admission:
         """Reserve the KV of a request for which there is room; `lent` tokens of it are to be at other decodes."""
         self._budget.take(message.tenant, budget - lent)
         full = message.tokens // self._layout.block_tokens
-        remaining = message.stop.max_tokens - message.first_index
+        held, remaining = message.kept_tokens or message.tokens, message.stop.max_tokens - message.first_index
         # A request that asks for many tokens must not get more than the budget can ever give it.
-        capacity = min(message.tokens + max(1, remaining) - lent, self._budget.capacity_tokens)
+        capacity = min(held + max(1, remaining) - lent, self._budget.capacity_tokens)
         request = Request(
             request=message,
             prefill=prefill,
@@ -114,8 +114,9 @@ class Admission:
             lent_tokens=lent,
             selection=self._settings.choice if message.approximate and self._can_say(message.gateway) else None,
             keys=[] if lent else [*message.reuse_keys, *message.new_keys],
-            parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
+            parts=[MISSING] * (self._layout.blocks_for(held) * self._layout.layers),
             tail=message.tail,
+            is_exact=not message.kept_tokens,
             parent=message.last_key,
             keyed_blocks=full,
             reserved_at=now,
@@ -157,6 +158,10 @@ class Admission:
             or (len(message.reuse_keys) + len(message.new_keys)) * size > message.tokens
         ):
             return "tail or keys do not match tokens"
+        if message.kept_tokens and (
+            message.kept_tokens > message.tokens or message.reuse_keys or message.new_keys or message.lenders
+        ):
+            return "a prompt that cannot be evicted so"
         if message.block_tokens and len(message.block_tokens) != (len(message.reuse_keys) + len(message.new_keys)) * size * 4:
             return "tokens do not match keys"
         if not self._layout.has_tokens(message.tail) or not self._layout.has_tokens(message.past):

@@ -52,7 +52,7 @@ class Budget:
 
     def growth(self, request: Request, steps: int) -> int:
         """Return how much KV so many steps need beyond what is reserved."""
-        needed = request.position + steps - request.budget_tokens
+        needed = request.held_tokens + steps - request.budget_tokens
         return self._layout.blocks_for(needed) * self._layout.block_tokens if needed > 0 else 0
 
     def grow(self, request: Request) -> bool:
@@ -78,7 +78,7 @@ class Budget:
 
     def shrink(self, request: Request) -> None:
         """Free the KV that a run which ended early did not need."""
-        needed, size = request.position + 1, self._layout.block_tokens
+        needed, size = request.held_tokens + 1, self._layout.block_tokens
         if request.budget_tokens - needed >= size:
             kept = self._layout.blocks_for(needed) * size
             self.take(request.tenant, kept - request.budget_tokens)

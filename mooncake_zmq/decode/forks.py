@@ -53,7 +53,7 @@ class Forks:
             user.in_flight += 1
         work_id = self._ids.new()
         self._forks[work_id] = leader, targets
-        fork = ForkSequence(leader.sequence, tuple([each.sequence for each in targets]), leader.request.tokens)
+        fork = ForkSequence(leader.sequence, tuple([each.sequence for each in targets]), leader.prompt_tokens)
         return [*effects, Start(work_id, fork, self._settings.pull_deadline_s)]
 
     def on_forked(self, now: float, work_id: int, result: SequenceForked | WorkFailed) -> list[Effect]:

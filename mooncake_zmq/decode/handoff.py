@@ -185,7 +185,7 @@ class Handoff:
         if request is None:
             return []
         stop = message.first_block + len(message.sources)
-        if stop > self._layout.blocks_for(request.request.tokens):
+        if stop > self._layout.blocks_for(request.prompt_tokens):
             return self._ends.fail(now, request, "more blocks than the prompt has")
         first_layer, stop_layer = message.first_layer, message.stop_layer or self._layout.layers
         if not first_layer < stop_layer <= self._layout.layers:
@@ -197,7 +197,7 @@ class Handoff:
             request.want(range(message.first_block, stop), first_layer, stop_layer, self._layout.block_tokens)
         if request.wants_twice:
             return self._ends.fail(now, request, "blocks handed off twice")
-        if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
+        if stop == self._layout.blocks_for(request.prompt_tokens) and not request.promised:
             request.promised = True
             refused = self._refuse(now, request)
             if refused is not None:
@@ -240,7 +240,7 @@ class Handoff:
     def _expect(self, now: float, request: Request, group: Group) -> list[Effect]:
         """Predict when the last layers of the last chunk arrive, from the times of the others; a run of steps ends before
         that."""
-        if group.stop_block < self._layout.blocks_for(request.request.tokens):
+        if group.stop_block < self._layout.blocks_for(request.prompt_tokens):
             return []
         layers_s = (now - group.announced_at) / group.wanted_layers
         request.due_at = now + layers_s * (self._layout.layers - group.wanted_layers)
@@ -341,7 +341,7 @@ class Handoff:
         done, layers = request.done, self._layout.layers
         if done is None or request.pulling or request.wanted or request.segment or request.state is not LOADING:
             return []
-        handed = self._layout.blocks_for(request.request.tokens) - request.held_blocks
+        handed = self._layout.blocks_for(request.prompt_tokens) - request.held_blocks
         if done.layers == layers and done.blocks < handed:
             return []  # the message that the pool had fewer blocks is still on its way to the prefill
         if done.layers != layers or done.blocks != handed:

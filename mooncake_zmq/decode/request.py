@@ -193,8 +193,16 @@ class Request:
     @property
     def opened(self) -> OpenSequence:
         """Return the effect that opens its sequence."""
-        message, tokens = self.request, self.request.tokens - self.lent_tokens
-        return OpenSequence(self.sequence, self.capacity_tokens, message.sampling, message.past, tokens, message.tenant)
+        message, tokens = self.request, self.prompt_tokens - self.lent_tokens
+        return OpenSequence(
+            self.sequence,
+            self.capacity_tokens,
+            message.sampling,
+            message.past,
+            filled_tokens=tokens,
+            tenant=message.tenant,
+            dropped_tokens=message.tokens - self.prompt_tokens,
+        )
 
     @property
     def lent_blocks(self) -> int:
@@ -202,14 +210,24 @@ class Request:
         return self.loans[-1].blocks.stop if self.loans else 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of the prompt whose KV is handed off: all, unless others are dropped."""
+        return self.request.kept_tokens or self.request.tokens
+
+    @property
     def position(self) -> int:
         """Return the position of the latest token."""
         return self.request.tokens + self.made - 1
 
     @property
+    def held_tokens(self) -> int:
+        """Return the tokens whose KV its next step finds."""
+        return self.prompt_tokens + self.made - 1
+
+    @property
     def context(self) -> int:
         """Return the tokens of KV that its next step reads, or its first step will."""
-        return self.request.tokens + max(1, self.made)
+        return self.prompt_tokens + max(1, self.made)
 
     @property
     def count(self) -> int:
@@ -311,7 +329,7 @@ class Request:
     def _loads(
         self, blocks: range, sources: Mapping[int, SlotRef], first_layer: int, stop_layer: int, block_tokens: int
     ) -> list[BlockLoad]:
-        tokens = self.request.tokens
+        tokens = self.prompt_tokens
         return [
             BlockLoad(block, sources[block], first_layer, stop_layer, min(block_tokens, tokens - block * block_tokens))
             for block in blocks

@@ -52,7 +52,7 @@ class Requests:
         for request in self:
             assert (request.state is RequestState.CLOSING) == (request in self.closing)
             assert request.state is not RequestState.ENDED
-            assert request.position <= request.budget_tokens
+            assert request.held_tokens <= request.budget_tokens
             assert request.leader is None or request in request.leader.siblings
             assert not request.unwanted or request.siblings or request.state is RequestState.CLOSING
             assert all(each.leader is request and each.state is RequestState.LOADING for each in request.siblings)

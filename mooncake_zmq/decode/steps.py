@@ -176,7 +176,7 @@ class Steps:
     def _run_length(self, members: Sequence[Request]) -> int:
         """Return the number of steps in one work: until the first member ends, as far as there is KV for all members."""
         steps = min(self._settings.max_steps, *[request.left for request in members]) if self._settings.max_steps > 1 else 1
-        if all([request.position + steps <= request.budget_tokens for request in members]):
+        if all([request.held_tokens + steps <= request.budget_tokens for request in members]):
             return max(1, steps)
         while steps > 1:
             if self._budget.grow_for_run(members, steps):

@@ -56,7 +56,10 @@ class Elsewhere(Protocol):
 class FarKV:
     """A running sequence all of whose KV lies elsewhere, that of its new tokens too."""
 
-    before = 0
-
     def __init__(self, length: int, capacity: int) -> None:
         self.length, self.capacity = length, capacity
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.length

@@ -40,7 +40,7 @@ class SequenceKV:
     Parts are arrays of the same namespace; `transfer.cuda` has sequences on a GPU that also take and give them in host memory.
     """
 
-    __slots__ = ("_memory", "before", "capacity", "keys", "length", "values")
+    __slots__ = ("_memory", "before", "capacity", "dropped", "keys", "length", "values")
 
     parts_at_once = 1
     """The most layers of blocks in one call of `write_parts` or `read_parts`. The caller then still has each in the CPU's cache
@@ -59,6 +59,17 @@ class SequenceKV:
         self.length = 0
         self.before = 0
         """The tokens ahead of the first one here, whose KV lies elsewhere: `Llama.decode_elsewhere` goes on behind them."""
+        self.dropped = 0
+        """The tokens whose KV nothing holds any more, see `engine.eviction`: those behind them keep their positions."""
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.before + self.dropped + self.length
+
+    def set_position(self, position: int) -> None:
+        """Set the length such that the next token is at this position."""
+        self.set_length(position - self.before - self.dropped)
 
     def expect(self, tokens: int) -> None:
         """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in
@@ -129,6 +140,13 @@ class SequenceKV:
         self._check_range(int(positions[0]), int(positions[-1]) + 1)
         self.values[layer][:, positions] = values.transpose(1, 0, 2)
         self.keys[layer][:, positions // KEY_TILE, :, positions % KEY_TILE] = keys
+
+    def keep_rows(self, layer: int, rows: NDArray[np.int64]) -> None:
+        """Move the KV of these tokens of a layer, ascending, to its beginning, bit for bit."""
+        keys = self.keys[layer][:, rows // KEY_TILE, :, rows % KEY_TILE]
+        self.values[layer, :, : len(rows)] = self.values[layer][:, rows]
+        to = np.arange(len(rows))
+        self.keys[layer][:, to // KEY_TILE, :, to % KEY_TILE] = keys
 
     def append(self, layer: int, position: int, keys: Any, values: Any) -> None:
         """Store one token's keys and values, each [kv_head, head_dim]. The caller has checked that there is room."""

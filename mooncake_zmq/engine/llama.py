@@ -25,6 +25,7 @@ from mooncake_zmq.engine.spec import (
     LayerCallback,
     LogitsCallback,
     ModelSpec,
+    RowsCallback,
     check_batch,
     check_entering,
     check_room,
@@ -86,6 +87,7 @@ class Llama:
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
         on_logits: LogitsCallback | None = None,
+        on_rows: RowsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         tokens = np.asarray(tokens, dtype=np.int32)
         count = len(tokens)
@@ -94,7 +96,7 @@ class Llama:
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
         positions = np.arange(sequence.length, sequence.length + count)
         _, logits = self._pass(
-            sequence, tokens, positions, range(self.spec.layers), before_layer, after_layer, asked, on_logits
+            sequence, tokens, positions, range(self.spec.layers), before_layer, after_layer, asked, on_logits, on_rows
         )
         return logits
 
@@ -156,6 +158,7 @@ class Llama:
         after_layer: LayerCallback | None,
         asked: NDArray[np.int64] | None,
         on_logits: LogitsCallback | None = None,
+        on_rows: RowsCallback | None = None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
         """Run `layers` over tokens [n] or hidden states [n, hidden] at ascending positions; return the hidden states that leave
         them, unless they are the last ones, and the logits at `asked`."""
@@ -181,6 +184,8 @@ class Llama:
                 elif after_layer:
                     synchronize(xp)  # only then is the layer stored for a thread that copies it
                     after_layer(index)
+                if on_rows:
+                    on_rows(index, rows.queries, positions[first:end])
                 if index < last and first < end:
                     rows.finish(index)
             if outgoing is not None:
@@ -396,15 +401,18 @@ rows: it stores these, and writes the rows' attention into the first rows of the
 
 def positions_of(sequences: "Sequence[SequenceKV | FarKV | Attending]") -> NDArray[np.int64]:
     """Return the positions of the next tokens."""
-    return np.array([sequence.before + sequence.length for sequence in sequences])
+    return np.array([sequence.position for sequence in sequences])
 
 
 class Attending(Protocol):
     """A running sequence that keeps its KV as it likes."""
 
-    before: int
     length: int
     capacity: int
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
 
     def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
         """Take the next token's key and value [kv_head, head_dim], and return its attention [heads * head_dim] for its queries

@@ -19,6 +19,7 @@ from mooncake_zmq.engine.spec import (
     LayerCallback,
     LogitsCallback,
     ModelSpec,
+    RowsCallback,
     check_batch,
     check_entering,
     check_room,
@@ -63,6 +64,7 @@ class ModelledEngine:
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
         on_logits: LogitsCallback | None = None,
+        on_rows: RowsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         check_room(sequence, len(tokens))
         check_tokens(tokens, self.spec.vocab_size)
@@ -149,7 +151,7 @@ class ModelledEngine:
     def _append_one(self, sequence: SequenceKV, token: int) -> None:
         """Append KV of all layers for one token."""
         at = sequence.length
-        step = _steps(np.array([token], dtype=np.int64), np.array([at], dtype=np.int64))
+        step = _steps(np.array([token], dtype=np.int64), np.array([sequence.position], dtype=np.int64))
         sums = (step * self._multipliers) & MASK
         if at:
             sums += self._sums_at(sequence, at - 1)

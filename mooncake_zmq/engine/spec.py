@@ -16,6 +16,9 @@ SIZE_MAX = 1 << 24
 KV_ITEM_BYTES = {"float32": 4}
 
 LayerCallback = Callable[[int], None]
+RowsCallback = Callable[[int, Any, NDArray[np.int64]], None]
+"""Takes a layer, and the queries [kv_head, n, group, head_dim] of some rows at ascending positions, rotated and scaled. The
+keys of all tokens up to the last of them are stored then. It may be called from several threads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,14 @@ class Engine(Protocol):
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
         on_logits: LogitsCallback | None = None,
+        on_rows: RowsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`. With `on_logits` that
         function is called with them instead, in order, `LOGIT_ROWS` at a time: those of a whole chunk may not fit into memory.
 
         `before_layer(l)` runs before layer l first reads earlier KV, `after_layer(l)` once layer l's KV of these tokens
-        is stored, each in the order of the layers; they may come from two threads. Their exceptions propagate, and
-        `sequence.length` stays as it was.
+        is stored, each in the order of the layers; they may come from two threads. `on_rows` is called with the queries of
+        all rows in each layer, by engines that attend. Exceptions of these propagate, and `sequence.length` stays as it was.
         """
         ...
 

@@ -13,6 +13,7 @@ from mooncake_zmq.engine.spec import (
     LayerCallback,
     LogitsCallback,
     ModelSpec,
+    RowsCallback,
     check_entering,
     check_room,
     check_tokens,
@@ -69,6 +70,7 @@ class ToyEngine:
         after_layer: LayerCallback | None = None,
         logits_at: Sequence[int] | None = (-1,),
         on_logits: LogitsCallback | None = None,
+        on_rows: RowsCallback | None = None,
     ) -> NDArray[np.float32] | None:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_room(sequence, len(tokens))
@@ -131,7 +133,7 @@ class ToyEngine:
         return result
 
     def _append(self, sequence: SequenceKV, layers: slice, start: int, tokens: NDArray[np.int32]) -> None:
-        positions = np.arange(start, start + len(tokens), dtype=np.int64)
+        positions = np.arange(start, start + len(tokens), dtype=np.int64) + sequence.dropped
         steps = (tokens.astype(np.int64) + 1) * 7919 + (positions + 1) * 104729
         steps ^= steps >> 7
         cells = steps[:, None, None] * _CELL_MULTIPLIER[layers]

@@ -59,13 +59,15 @@ class ServedModel:
 
     id: str
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Tokens of prompt and output together that a decode holds at most."""
     vocab_size: int
     """Ids that both the engine and the tokenizer know."""
     block_tokens: int
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
+    max_positions: int = 0
+    """Tokens of prompt and output together where a decode need not hold all of them; 0: `max_model_len`."""
     kv_codec: str = EXACT
     """How blocks hold its KV: the name of a codec, or exactly."""
     kv_bytes_per_token: int = 0
@@ -98,6 +100,11 @@ class ServedModel:
         if name == self.id:
             return self
         return replace(self, id=name, adapter=name) if name in self.adapters else None
+
+    def without(self, dropped: int) -> "ServedModel":
+        """Return the model as it is for a request of whose prompt a decode does not hold so many tokens."""
+        most = max(self.max_model_len, self.max_positions)
+        return replace(self, max_model_len=min(most, self.max_model_len + dropped))
 
     @property
     def max_chars(self) -> int:

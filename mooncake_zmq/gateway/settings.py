@@ -94,6 +94,10 @@ class EdgeSettings:
     """Largest body that a thread for short bodies prepares, so that it does not wait for a long one."""
     tokenize_threads: int = 2
     """Threads for longer bodies: one long prompt does not delay another, and the engines keep their cores."""
+    kv_budget: bool = False
+    """Whether a request may ask that its decode holds only a share of its prompt's tokens: `"mooncake": {"kv_budget": 0.5}`.
+    Such an answer is approximate, and says so; its prompt is computed as a whole, and nothing of it is reused. For exact KV
+    that our own engine computes on CPUs."""
     tool_call_parser: Literal[
         "", "hermes", "llama3_json", "mistral", "qwen3_xml", "glm45", "minimax_m2", "kimi_k2", "deepseek_v31", "vllm"
     ] = ""

@@ -128,7 +128,7 @@ class ModelledMachine:
     def fence(self, generations: Sequence[tuple[int, int]]) -> None:
         """See `world.Carrier`."""
 
-    def open(self, sequence: int, capacity_tokens: int, past: bytes) -> None:
+    def open(self, sequence: int, capacity_tokens: int, past: bytes, dropped_tokens: int) -> None:
         """See `world.Carrier`."""
 
     def close(self, sequence: int) -> None:

@@ -63,9 +63,15 @@ class Admission:
             return "tokens that the model does not have"
         if not self._layout.has_token(message.sampling.largest_token) or message.sampling.prompt_tokens > length:
             return "sampling does not match tokens"
-        if len(message.keys) != length // self._layout.block_tokens:
+        eviction = message.eviction
+        if len(message.keys) != (0 if eviction is not None else length // self._layout.block_tokens):
             return "keys do not match tokens"
-        if self._layout.blocks_for(length) > self._slab.slots.capacity:
+        if eviction is not None and (
+            not eviction.fits(length) or message.stages or message.lenders or message.prompt_logprobs is not None
+        ):
+            return "a prompt that cannot be evicted so"
+        handed = length if eviction is None else eviction.kept
+        if self._layout.blocks_for(handed) > self._slab.slots.capacity:
             return "prompt is longer than the slab"
         chunk_tokens = self._settings.chunk_tokens
         if message.stages and (reason := refusal(message, self._slab.name, self._layout, chunk_tokens)) is not None:

@@ -125,11 +125,15 @@ class Computing:
             hidden = self._slab.grants(job.group.begin_own(self._slab))
             stage = ComputeStage(work, job.chunk_stop - work.start, 0, job.group.own_layers.stop, outgoing=hidden)
             return [Start(job.chunk_work, stage, self._settings.work_deadline_s)]
-        written = self._handoff.blocks(job, job.chunk_first_block, self._slab.written(slots), ready=False)
-        return [*found, written, Start(job.chunk_work, work, self._settings.work_deadline_s)]
+        if job.hands_off_chunk:
+            found.append(self._handoff.blocks(job, job.chunk_first_block, self._slab.written(slots), ready=False))
+        return [*found, Start(job.chunk_work, work, self._settings.work_deadline_s)]
 
     def _next_chunk(self, now: float, job: Job) -> list[int] | None:
         """Choose the next chunk. Returns the slots that it writes; None if blocks that were not fetched find no room."""
+        if job.request.eviction is not None:
+            job.chunk_stop = chunk_stop(job.computed, job.length, self._settings.chunk_tokens)
+            return job.new_slots if job.hands_off_chunk else []
         size, base = self._layout.block_tokens, len(job.prefix)
         first, end = job.computed // size, job.length
         if job.meeting is not None:
@@ -170,6 +174,7 @@ class Computing:
             following=job.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
             parts=blend.parts if blend else (),
             again=self._settings.blend_share if blend else 0.0,
+            eviction=request.eviction,
         )
 
     def on_progress(self, event: WorkProgress) -> list[Effect]:
@@ -202,8 +207,8 @@ class Computing:
             self._jobs.move(job, JobEvent.CHUNK_DONE)
             return self._on_not_loaded(now, job, result)
         start, stop = job.computed, job.chunk_stop
-        # Chunks with probabilities take longer, and blended ones less, than others: they would distort the measure.
-        if job.request.prompt_logprobs is None and blend is None:
+        # Chunks with probabilities or sums of attention take longer, blended ones less: they would distort the measure.
+        if job.request.prompt_logprobs is None and job.request.eviction is None and blend is None:
             loaded = len(job.chunk_loads) * self._layout.block_tokens
             self._workload.measure(now, result, start=start, stop=stop, loaded=loaded, share=job.share)
         if isinstance(result, ChunkComputed) and blend is not None:
@@ -227,7 +232,8 @@ class Computing:
 
     def _on_chunk(self, now: float, job: Job, start: int, result: ChunkComputed) -> list[Effect]:
         job.checksums += result.checksums
-        layers, scored = self._handoff.layers(job, self._layout.layers), self._scored(job, start + 1, result.scored)
+        layers = self._handoff.layers(job, self._layout.layers) if job.hands_off_chunk else []
+        scored = self._scored(job, start + 1, result.scored)
         if job.computed < job.length:
             self._jobs.move(job, JobEvent.CHUNK_DONE)
             return layers + scored + self._offers.keep_chunk(now, job)

@@ -79,7 +79,7 @@ class Handoff:
         if alone and not may_hold and self._is_one_chunk(job):
             job.held_blocks = 0  # for any answer: the engine need not wait for it
         full = job.length // size
-        offered = elsewhere and len(job.past) + full * size * 4 <= MAX_RESERVE_BYTES
+        offered = elsewhere and request.eviction is None and len(job.past) + full * size * 4 <= MAX_RESERVE_BYTES
         reserve = ReserveDecode(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -101,7 +101,8 @@ class Handoff:
             new_keys=request.keys[len(may_hold) :] if elsewhere else (),
             block_tokens=job.tokens[: full * size * 4] if offered else b"",
             lenders=request.lenders,
-            approximate=not request.exact,
+            approximate=not request.exact and request.eviction is None,
+            kept_tokens=0 if request.eviction is None else request.eviction.kept,
         )
         return Send(request.decode, reserve)
 
@@ -242,6 +243,7 @@ class Handoff:
         parts = job.blend.tokens if job.blend is not None else 0
         self._counts.add("prompt_tokens_blended", parts)
         self._counts.add("prompt_tokens_recomputed", job.recomputed)
+        self._counts.add("prompt_tokens_dropped", job.length - job.handed_tokens)
         return [
             FirstToken(
                 request_id=choice.request_id,
@@ -259,6 +261,7 @@ class Handoff:
                 met=met * size,
                 parts=parts,
                 recomputed=job.recomputed,
+                dropped=job.length - job.handed_tokens,
             )
             for choice, (token, logprob) in zip(choices_of(request), sampled, strict=True)
         ]

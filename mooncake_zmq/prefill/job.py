@@ -248,11 +248,12 @@ class Job:
 
     @property
     def must_be_exact(self) -> bool:
-        """Whether its KV may not be approximate: it refuses that, needs every token's logits, goes on with an answer, failed
-        elsewhere or is computed by several prefills."""
+        """Whether its KV may not be approximate as computed: it refuses that, needs every token's logits or attention, goes on
+        with an answer, failed elsewhere or is computed by several prefills."""
         request = self.request
         again = request.attempt > 1 or request.first_index > 0
-        return request.exact or again or request.prompt_logprobs is not None or self.group is not None
+        whole = request.prompt_logprobs is not None or request.eviction is not None or self.group is not None
+        return request.exact or again or whole
 
     def computes(self, block: int, key: Key) -> bool:
         """Return whether it is decided that it computes this block exactly, for which it does not wait itself."""
@@ -302,3 +303,14 @@ class Job:
     def length(self) -> int:
         """Number of prompt tokens."""
         return len(self.request.tokens) // 4
+
+    @property
+    def handed_tokens(self) -> int:
+        """Number of prompt tokens whose KV the decode gets."""
+        eviction = self.request.eviction
+        return self.length if eviction is None else eviction.kept
+
+    @property
+    def hands_off_chunk(self) -> bool:
+        """Whether KV of the chunk in flight is handed off: of a prompt that is evicted, behind its last chunk."""
+        return self.request.eviction is None or self.chunk_stop == self.length

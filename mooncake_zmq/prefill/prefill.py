@@ -466,7 +466,7 @@ class Prefill:
         if job.group is not None:
             return self._leading.gather(now, job, job.group)
         expected = job.meeting.stop - len(job.prefix) if job.meeting else 0
-        blocks = self._layout.blocks_for(job.length) - len(job.prefix) - expected
+        blocks = self._layout.blocks_for(job.handed_tokens) - len(job.prefix) - expected
         if blocks > self.slots.available:
             return []
         released = self._blending.plan(job, self.slots.available - blocks)

@@ -350,6 +350,7 @@ def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: b
     return ServedModel(
         id=model.spec.name,
         max_model_len=loaded.longest_request(model.max_model_len, layout.block_tokens),
+        max_positions=model.max_model_len,
         vocab_size=min(model.spec.vocab_size, tokenizer.vocab_size),
         block_tokens=layout.block_tokens,
         model_fingerprint=model.identity,

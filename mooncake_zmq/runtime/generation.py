@@ -433,7 +433,14 @@ class Generation:
         raise AssertionError("no segment here")
 
     def open_sequence(
-        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int, tenant: str
+        self,
+        sequence: int,
+        capacity_tokens: int,
+        sampling: Sampling | None,
+        past: bytes,
+        filled_tokens: int,
+        tenant: str,
+        dropped_tokens: int,
     ) -> None:
         raise AssertionError("no sequences here")
 

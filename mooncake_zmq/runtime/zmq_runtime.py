@@ -69,7 +69,14 @@ class WorkExecutor(Protocol):
     def cancel(self, work_id: int) -> None: ...
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None: ...
     def open_sequence(
-        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int, tenant: str
+        self,
+        sequence: int,
+        capacity_tokens: int,
+        sampling: Sampling | None,
+        past: bytes,
+        filled_tokens: int,
+        tenant: str,
+        dropped_tokens: int,
     ) -> None: ...
     def close_sequence(self, sequence: int) -> None: ...
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None: ...
@@ -435,8 +442,8 @@ class ZmqRuntime:
                 self._executor.cancel(work_id)
             case Fence(generations):
                 self._executor.fence(generations)
-            case OpenSequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant):
-                self._executor.open_sequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant)
+            case OpenSequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant, dropped_tokens):
+                self._executor.open_sequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant, dropped_tokens)
             case CloseSequence(sequence):
                 self._executor.close_sequence(sequence)
             case _:

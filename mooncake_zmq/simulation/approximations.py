@@ -1,4 +1,5 @@
-"""The check of what answers say of KV that was computed behind other tokens, and of steps that attended to few of many."""
+"""The check of what answers say of KV that was computed behind other tokens, of steps that attended to few of many, and of KV
+that was dropped."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,9 @@ class Approximations:
         self._exact: set[str] = set()
         """The requests whose answers must not be approximate."""
         self._blended: set[tuple[str, int]] = set()
+        self._evicted: set[tuple[str, int]] = set()
+        self._dropped: set[str] = set()
+        """The requests that have not ended with a first token of which a gateway sent on, after which KV is dropped."""
         self._begun: dict[str, bool] = {}
         """Request that has not ended -> whether the first token that its gateway sent on is over parts."""
         self._selected: dict[tuple[str, int], int] = {}
@@ -34,6 +38,9 @@ class Approximations:
     def computes(self, actor: Any, effects: Sequence[Effect]) -> None:
         """Check I3: no prefill poisons the KV of a request that must be exact."""
         for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, ComputeChunk) and effect.work.eviction is not None:
+                (job,) = (job for job in actor.jobs if job.chunk_work == effect.work_id)
+                self._evicted.update(attempts_of(job.request).items())
             if isinstance(effect, Start) and isinstance(effect.work, ComputeChunk) and effect.work.parts:
                 (job,) = (job for job in actor.jobs if job.chunk_work == effect.work_id)
                 attempts = attempts_of(job.request)
@@ -60,6 +67,8 @@ class Approximations:
 
     def received(self, message: FirstToken) -> None:
         """Note the first token that a gateway received and sent on: that of an attempt given up meanwhile goes nowhere."""
+        if (message.request_id, message.attempt) in self._evicted:
+            self._dropped.add(message.request_id)
         self._begun.setdefault(message.request_id, (message.request_id, message.attempt) in self._blended)
 
     def finished(self, request_id: str, end: Finished) -> None:
@@ -67,6 +76,9 @@ class Approximations:
         is_approximate = self._begun.pop(request_id, False)
         if (end.parts > 0) != is_approximate:
             raise Violation("I3", f"{request_id} says that {end.parts} tokens have KV of other prompts: {is_approximate=}")
+        if (end.dropped > 0) != (request_id in self._dropped):
+            raise Violation("I3", f"{request_id} says that KV of {end.dropped} tokens was dropped")
+        self._dropped.discard(request_id)
         if end.selected != (request_id in self._sent):
             raise Violation("I3", f"{request_id} says {end.selected} of whether few of many tokens were attended to")
         self._sent.discard(request_id)

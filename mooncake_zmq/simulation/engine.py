@@ -10,8 +10,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
+from mooncake_zmq.core.messages import Eviction, Sampled, Sampling, TokenLogprob
 from mooncake_zmq.core.work import LentPart
+from mooncake_zmq.engine.eviction import kept_tokens
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -39,10 +40,12 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("_adds", "_place", "approximate_from", "borrowed", "capacity", "kv", "past", "unsampled")
+    __slots__ = ("_adds", "_place", "approximate_from", "borrowed", "capacity", "dropped", "kv", "past", "unsampled")
 
-    def __init__(self, capacity: int, past: bytes = b"", adapter: str = "") -> None:
+    def __init__(self, capacity: int, past: bytes = b"", adapter: str = "", dropped: int = 0) -> None:
         self.capacity = capacity
+        self.dropped = dropped
+        """The tokens whose KV nothing holds any more: the others are at their positions less these."""
         self._adds = np.uint32(xxhash.xxh32_intdigest(adapter.encode()) if adapter else 0)
         """The adapter's part of each token's KV."""
         self.past = past
@@ -70,13 +73,13 @@ class SimSequence:
         return out.tobytes()
 
     def run_layer(self, layer: slice, start: int, tokens: NDArray[np.uint32]) -> None:
-        """Append `tokens`' KV of some layers at `start`."""
-        cells = self._cells(layer, start, tokens)
-        if start:
-            cells[:, :, 0] += self.kv[layer, :, start - 1]
+        """Append `tokens`' KV of some layers at position `start`."""
+        cells, row = self._cells(layer, start, tokens), start - self.dropped
+        if row:
+            cells[:, :, 0] += self.kv[layer, :, row - 1]
         if len(tokens) > 1:
             np.cumsum(cells, axis=2, out=cells)
-        self.kv[layer, :, start : start + len(tokens)] = cells
+        self.kv[layer, :, row : row + len(tokens)] = cells
 
     def _cells(self, layer: slice, start: int, tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Return what each token adds to the KV before it."""
@@ -98,8 +101,16 @@ class SimSequence:
         self.approximate_from = min(start, self.approximate_from)
 
     def run(self, start: int, tokens: NDArray[np.uint32]) -> None:
-        """Append `tokens`' KV of all layers at `start`."""
+        """Append `tokens`' KV of all layers at position `start`."""
         self.run_layer(slice(None), start, tokens)
+
+    def evict(self, eviction: Eviction, length: int) -> None:
+        """Keep the KV of few of the first `length` tokens. What is attended to most follows from the position alone, so that it
+        is the same with further tokens behind them."""
+        matter = np.arange(length, dtype=np.int64) * 40503 % 65521
+        rows = kept_tokens(eviction, length, matter if eviction.kind == "elastic" else None)
+        self.kv[:, :, : len(rows)] = self.kv[:, :, rows]
+        self.dropped = length - len(rows)
 
     def next_token(self, length: int, sampling: Sampling) -> int:
         """Return the token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
@@ -118,8 +129,9 @@ class SimSequence:
         return self._place
 
     def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
-        """Return the hash of all KV of these layers, after those that hash to `before`: of poisoned KV as if it were exact, so
-        that answers stay comparable."""
+        """Return the hash of all KV of these layers up to a position, after those that hash to `before`: of poisoned KV as if
+        it were exact, so that answers stay comparable."""
+        length -= self.dropped
         for layer in layers:
             kv = self.kv[layer, :, :length]
             if self.approximate_from < length:

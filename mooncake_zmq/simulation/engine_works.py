@@ -4,9 +4,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
+from mooncake_zmq.core.messages import Eviction, Sampled, Sampling, TokenLogprob
 from mooncake_zmq.core.work import (
     REPORT_EVERY_S,
     ChunkComputed,
@@ -64,10 +65,14 @@ def compute(machine: Machine, running: Running, work: ComputeChunk) -> Steps:
     if stop or fail:
         return WorkFailed(stop or "injected failure")
     layers = range(machine.layout.layers)
-    missing = yield from _run_layers(machine, running, work, tokens, layers, took_s, reports=True)
+    evicts = work.eviction is not None
+    computed = structs.replace(work, outputs=()) if evicts else work
+    missing = yield from _run_layers(machine, running, computed, tokens, layers, took_s, reports=not evicts)
     if missing is not None:
         return missing.of_chunk(machine.now - began_at)
     end = work.start + len(tokens)
+    if work.eviction is not None and work.sampling is not None:
+        _evict(machine, running, work, work.eviction, end)
     kv_hash = 0 if work.sampling is None else machine.sequences[work.sequence].hash_kv(layers, end)
     sampled = _sampled(machine, work, kv_hash, end)
     token, logprob = sampled[0] if sampled else (None, None)
@@ -76,6 +81,16 @@ def compute(machine: Machine, running: Running, work: ComputeChunk) -> Steps:
     again = round(work.again * sum(part.tokens for part in work.parts))
     took_s, others = machine.now - began_at, sampled[1:]
     return ChunkComputed(checksums, token, took_s, logprob=logprob, others=others, scored=_scored(work), recomputed=again)
+
+
+def _evict(machine: Machine, running: Running, work: ComputeChunk, eviction: Eviction, end: int) -> None:
+    """Drop tokens of a prompt that is computed, and store what is kept. The token after it is that of what is kept, unlike in
+    an engine: an answer is then the same wherever it is resumed."""
+    sequence, size = machine.sequences[work.sequence], machine.layout.block_tokens
+    sequence.evict(eviction, end)
+    for layer in range(machine.layout.layers):
+        for index, grant in enumerate(work.outputs):
+            _write_out(machine, running, sequence, layer, index * size, eviction.kept, grant)
 
 
 def _sampled(machine: Machine, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:

@@ -204,11 +204,11 @@ class Machine:
                 self.segment.flipped.discard(slot)
         return None
 
-    def open(self, sequence: int, capacity_tokens: int, past: bytes) -> None:
+    def open(self, sequence: int, capacity_tokens: int, past: bytes, dropped_tokens: int) -> None:
         """Allocate a sequence's KV."""
         if sequence in self.sequences:
             self.world.watcher.broken(self, f"opens sequence {sequence} twice")
-        self.sequences[sequence] = SimSequence(capacity_tokens, past)
+        self.sequences[sequence] = SimSequence(capacity_tokens, past, dropped=dropped_tokens)
 
     def close(self, sequence: int) -> None:
         """Free a sequence's KV; nothing may be using it."""

@@ -389,6 +389,8 @@ PLANTED: dict[str, Planted] = {
     "blend_unreported": Planted("an approximate answer that does not say so", ("I3",), (), planted_inference.blend_unreported),
     "selected_kv_put": Planted("approximate KV put by a decode", ("I1",), (), planted_inference.selected_kv_put),
     "selected_unreported": Planted("a choice of tokens not said", ("I3",), (), planted_inference.selected_unreported),
+    "evicted_kv_put": Planted("few of many blocks under exact keys", ("I1",), (), planted_inference.evicted_kv_put),
+    "evicted_unreported": Planted("dropped KV not said", ("I3",), (), planted_inference.evicted_unreported),
     "exact_ignored": Planted("an approximate answer where it was refused", ("I3",), (), planted_inference.exact_ignored),
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
     "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), planted_inference.coming_believed),

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import structs
 
 from mooncake_zmq.core.actor import Effect, Start
-from mooncake_zmq.core.messages import SlotRef, StartPrefill
+from mooncake_zmq.core.messages import FirstToken, SlotRef, StartPrefill
 from mooncake_zmq.core.work import StepDecoded
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
@@ -15,6 +15,7 @@ from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.lending import Lending
 from mooncake_zmq.gateway.requests import request as gateway_request
+from mooncake_zmq.kv.block_hash import extend_keys
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
 from mooncake_zmq.prefill.job import Blend, JobState
@@ -190,6 +191,32 @@ def blend_kept() -> Replacements:
 def blend_unreported() -> Replacements:
     """A prefill does not say of a first token that it is over blended KV."""
     return [(Blend, "tokens", property(lambda _: 0))]
+
+
+def evicted_kv_put() -> Replacements:
+    """A prefill gives blocks of the tokens that it kept the keys that exact ones would have."""
+    keep = Offers.keep_chunk
+
+    def keep_evicted(self: Offers, now: float, job: Any) -> list[Effect]:
+        request, size = job.request, self._layout.block_tokens
+        if request.eviction is not None and job.computed == job.length:
+            keys = extend_keys(request.root, request.tokens, size)[: request.eviction.kept // size]
+            job.request = structs.replace(request, keys=tuple(keys))
+        effects = keep(self, now, job)
+        job.request = request
+        return effects
+
+    return [(Offers, "keep_chunk", keep_evicted), (Prefill, "check", silent)]
+
+
+def evicted_unreported() -> Replacements:
+    """A prefill does not say of a first token that KV is dropped behind it."""
+    first_tokens = Handoff._first_tokens
+
+    def silently(self: Handoff, *arguments: Any) -> list[FirstToken]:
+        return [structs.replace(each, dropped=0) for each in first_tokens(self, *arguments)]
+
+    return [(Handoff, "_first_tokens", silently)]
 
 
 def exact_ignored() -> Replacements:

@@ -20,10 +20,15 @@ THIS: Protocols = (OLDEST_PROTOCOL, PROTOCOL_VERSION)
 FORMER: Protocols = (OLDEST_PROTOCOL, OLDEST_PROTOCOL)
 
 
+def has_two(seed: int) -> bool:
+    """Return whether the processes of a seed are of two releases."""
+    return seed % 4 == 3 and seed % 5 != 4
+
+
 def protocols_of(seed: int, name: str, starts: int, *, read_by_vllms: bool) -> Protocols:
     """Return the protocols of an incarnation. Of four seeds, one has two releases: each start may be of either, so that nodes
     are upgraded and go back. vLLMs and gateways whose answers they read are of this release, as the former reads none."""
-    if seed % 4 != 3 or seed % 5 == 4 or name.startswith("vllm") or (read_by_vllms and name.startswith("gateway")):
+    if not has_two(seed) or name.startswith("vllm") or (read_by_vllms and name.startswith("gateway")):
         return THIS
     return FORMER if zlib.crc32(f"{seed} {name} {starts}".encode()) % 2 else THIS
 

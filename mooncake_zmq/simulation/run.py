@@ -34,7 +34,7 @@ from mooncake_zmq.simulation.faults import (
 from mooncake_zmq.simulation.injection import Injection
 from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, planting
-from mooncake_zmq.simulation.releases import THIS, protocols_of
+from mooncake_zmq.simulation.releases import THIS, has_two, protocols_of
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
@@ -58,6 +58,9 @@ LIVENESS_S = 45.0
 """The time from healing within which everything must have ended."""
 LONGEST_STOP_S = 6.0
 """The lateness of a stopped gateway at most, beside the time for which its host is suspended."""
+EVICTING = (1, 2)
+"""The remainders by five of the seeds in which some requests have KV dropped; with vLLMs, or a release that does not, none
+has."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -141,7 +144,11 @@ def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed, of_models=scope.of_models, lending=scope.lending)
     workload = replace(
-        scope.workload, plain=bool(settings.vllm_parts), computes=settings.computes, repeats=settings.prefill.blend
+        scope.workload,
+        plain=bool(settings.vllm_parts),
+        computes=settings.computes,
+        repeats=settings.prefill.blend,
+        evicts=not settings.vllm_parts and result.seed % 5 in EVICTING and (scope.lending or not has_two(result.seed)),
     )
     specs = processes(settings)
     if not scope.chats:

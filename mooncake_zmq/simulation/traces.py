@@ -9,7 +9,8 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from mooncake_zmq.core.messages import Embedding, Image, Parsers, Sampling, StopRule
+from mooncake_zmq.core.messages import Embedding, Eviction, Image, Parsers, Sampling, StopRule
+from mooncake_zmq.core.selection import SINKS
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.image_keys import keys_with_images
@@ -53,6 +54,8 @@ class Workload:
     """Whether to ask for nothing that vLLMs do not support."""
     computes: tuple[Computes, ...] = (("", ""),)
     """The models and adapters that chats ask for."""
+    evicts: bool = False
+    """Whether some ask that their decode holds fewer tokens of the prompt."""
 
     def computes_for(self, prompt: Sequence[int]) -> Computes:
         """Return the model and the adapter that a chat with this first prompt asks for."""
@@ -199,21 +202,18 @@ def _turn(
         prompt_tokens=len(prompt),
         constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )
-    stop = StopRule(
-        max_tokens=random.randint(workload.min_answer, workload.max_answer),
-        min_tokens=random.choice((0, 0, 4)),
-        eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
-    )
+    stop = _stop(random, workload)
     more = random.randint(1, workload.max_choices - 1) if random.random() < workload.choices_share else 0
     alone = not more
     scores = alone and len(prompt) % 8 == 0 if workload.plain else alone and random.random() < workload.scored_share
     embedding = _embedding(prompt) if workload.plain and alone and not scores else None
     images = image_in(prompt) if workload.plain and alone and not scores and embedding is None else ()
+    eviction = _eviction(prompt) if workload.evicts and not scores else None
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
         answers.append(
-            Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes), images=images))
+            Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes), images, eviction))
         )
     length = len(answers[0].tokens)
     if embedding is not None:
@@ -227,16 +227,26 @@ def _turn(
         keys=tuple(keys_with_images(root, tokens, layout.block_tokens, begins_of(images))),
         sampling=sampling,
         stop=stop,
-        exact=len(prompt) % 8 == 4,
+        exact=len(prompt) % 8 == 4 and eviction is None,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
         reading=_reading(prompt) if workload.plain and embedding is None else None,
         embedding=embedding,
         images=images,
+        eviction=eviction,
     )
     after_s, after_tokens = _cancelled(random, workload, length)
     think_s = random.uniform(0, workload.think_s)
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
+
+
+def _stop(random: Random, workload: Workload) -> StopRule:
+    """Draw when an answer ends."""
+    return StopRule(
+        max_tokens=random.randint(workload.min_answer, workload.max_answer),
+        min_tokens=random.choice((0, 0, 4)),
+        eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
+    )
 
 
 def _cancelled(random: Random, workload: Workload, length: int) -> tuple[float | None, int | None]:
@@ -256,6 +266,15 @@ def _embedding(prompt: list[int]) -> Embedding | None:
     return Embedding((tokens,) if tokens % 2 else (1, tokens - 2, 1), dimensions=0 if tokens % 3 else 4)
 
 
+def _eviction(prompt: list[int]) -> Eviction | None:
+    """Return how few tokens of a prompt a decode holds, of one prompt of five; it draws nothing."""
+    tokens = len(prompt)
+    if tokens % 5 != 2:
+        return None
+    eviction = Eviction(kind="recent" if tokens % 2 else "elastic", kept=max(SINKS + 1, tokens // 2))
+    return eviction if eviction.fits(tokens) else None
+
+
 def _reading(prompt: list[int]) -> Reading | None:
     """Return how the answer is read, if vLLMs read it."""
     if len(prompt) % 3 == 0:
@@ -272,13 +291,16 @@ def reference(
     blocks: dict[Key, bytes],
     computes: str = "",
     images: Sequence[Image] = (),
+    eviction: Eviction | None = None,
 ) -> tuple[tuple[int, ...], str]:
-    """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence.
-    `computes`: see `weights`. `images`: those of the prompt."""
+    """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence, as it
+    is if nothing is evicted. `computes`: see `weights`. `images`: those of the prompt."""
     tokens = list(prompt)
     sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)), computes)
     sequence.run(0, shown(np.array(tokens, dtype=np.uint32), images))
     prompt_length = len(tokens)
+    if eviction is not None:
+        sequence.evict(eviction, prompt_length)
     while True:
         token = sequence.next_token(len(tokens), sampling)
         sequence.run(len(tokens), np.array([token], dtype=np.uint32))
@@ -288,6 +310,9 @@ def reference(
         if reason is not None:
             break
     size = layout.block_tokens
+    if eviction is not None:
+        sequence = SimSequence(len(tokens), b"", computes)
+        sequence.run(0, shown(np.array(tokens, dtype=np.uint32), images))
     for index, key in enumerate(keys_with_images(root, pack_tokens(tokens), size, begins_of(images))):
         if key not in blocks:
             start = index * size

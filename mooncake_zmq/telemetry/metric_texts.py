@@ -155,6 +155,7 @@ _ENGINES = {
     "jobs_blended": "Prompts computed over KV of earlier prompts' parts, approximately",
     "prompt_tokens_blended": "Prompt tokens with such KV",
     "prompt_tokens_recomputed": "Such tokens that were computed again",
+    "prompt_tokens_dropped": "Prompt tokens whose KV was dropped before the answer, as its request asked",
     "meets": "Prompts whose head was computed while blocks after it were fetched",
     "blocks_met": "Blocks of such heads, which were elsewhere too",
     "jobs_cancelled": "Prompts given up because their client hung up",

@@ -31,13 +31,13 @@ from mooncake_zmq.bench.eviction_ways import (
     merged,
     pyramid,
     pyramid_lengths,
-    sinks_and_recent,
     taken,
 )
 from mooncake_zmq.bench.low_rank import LowRank, Sample, begun, error_of, joined, sample, state_tokens, trained
 from mooncake_zmq.bench.quality import Computed, computed, divergence, log_probabilities, logs_of, prepared_model
 from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.eviction import sinks_and_recent
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.weights import open_model
 

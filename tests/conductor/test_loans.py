@@ -179,3 +179,20 @@ def test_several_answers_to_a_prompt_are_whole_where_there_is_room_whatever_a_de
     assert place(cluster, choices=3).lenders == ()
     assert cluster.conductor._decodes.by_name["d0"].coming_requests == 3
     assert place(cluster).lenders == ("d1",)
+
+
+def test_a_prompt_of_which_few_tokens_are_kept_goes_where_these_have_room_and_borrows_nothing():
+    cluster = lending()
+    placed = place(cluster, kept_tokens=FREE - BLOCK)
+    assert isinstance(placed, Placed)
+    assert (placed.lenders, placed.stages) == ((), ())
+    cluster = lending()
+    refused = place(cluster, kept_tokens=FREE)
+    assert isinstance(refused, Rejected), "with its answer it has no room, and is not lent any"
+    assert refused.reason is RejectReason.NO_ROOM
+
+
+def test_a_decode_that_borrows_what_it_does_not_want_of_a_prompt_holds_what_is_kept_of_one():
+    cluster = Cluster(1)
+    cluster.decode_load("d0", borrows=True, own_tokens=0)
+    assert place(cluster, kept_tokens=BLOCK).decode == "d0"

@@ -77,7 +77,8 @@ def test_a_sequence_in_the_same_step_attends_to_all_of_its_own_kv(engine):
 
 def test_what_fails_in_a_layer_fails_the_step(engine):
     class Failing:
-        before, length, capacity = 0, 3, 4
+        position = length = 3
+        capacity = 4
 
         def attend(self, layer, queries, keys, values):
             raise KeyError(layer)

@@ -26,6 +26,8 @@ FOUND_BY = {
         "answer_forgotten",
         "constraint_restarts",
         "disk_unverified",
+        "evicted_kv_put",
+        "evicted_unreported",
         "keys_not_compared",
         "lent_freed",
         "loan_twice",

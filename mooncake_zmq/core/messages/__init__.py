@@ -18,6 +18,8 @@ from mooncake_zmq.core.messages.computing import (
     DecodeReserved,
     DecodeTimes,
     Embedding,
+    Eviction,
+    EvictionKind,
     FirstToken,
     HandoffBlocks,
     HandoffDone,

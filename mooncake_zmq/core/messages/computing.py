@@ -1,6 +1,6 @@
 """Messages of a request between gateway, prefill and decode: prompt, handoff and tokens."""
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from msgspec import Meta, structs
 
@@ -34,6 +34,7 @@ from mooncake_zmq.core.messages.fields import (
 from mooncake_zmq.core.messages.lending import Lenders
 from mooncake_zmq.core.messages.rendering import Images
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
+from mooncake_zmq.core.selection import SINKS
 
 MAX_TEXTS: Final = 64
 """Texts that one request may embed."""
@@ -52,6 +53,26 @@ class Embedding(Record, frozen=True):
         """Return whether these bytes are as many vectors as there are texts, of the dimensions that were asked for."""
         width, rest = divmod(len(vectors), max(1, 4 * len(self.lengths)))
         return not rest and width > 0 and self.dimensions in (0, width)
+
+
+EvictionKind = Literal["elastic", "recent"]
+
+
+class Eviction(Record, frozen=True):
+    """How few tokens of a prompt a decode holds: `kept` of them, the first and the `last` ones among them, and of the others as
+    `kind` says, see `engine.eviction.kept_tokens`."""
+
+    kind: EvictionKind
+    kept: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    last: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
+
+    def behind(self, tokens: int) -> "Eviction":
+        """Return how few are held of a prompt with so many tokens of its answer behind it, which all stay."""
+        return Eviction(kind=self.kind, kept=self.kept + tokens, last=self.last + tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether a prompt of so many tokens can be held so, and loses some of them."""
+        return SINKS + self.last <= self.kept < tokens
 
 
 class StartPrefill(TaggedRecord, frozen=True):
@@ -102,6 +123,8 @@ class StartPrefill(TaggedRecord, frozen=True):
     """Whether the answer must not be approximate, as it is over KV of other prompts' parts."""
     lenders: Lenders = ()
     """See `Placed`."""
+    eviction: Eviction | None = None
+    """How few of `tokens` the decode is to hold; there are no keys then, as no KV of it is exact. None: it holds all."""
 
 
 class FirstToken(TaggedRecord, frozen=True):
@@ -129,6 +152,8 @@ class FirstToken(TaggedRecord, frozen=True):
     """Tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
     recomputed: Count = 0
     """Tokens of these that were computed again."""
+    dropped: Count = 0
+    """Tokens whose KV the decode does not get: what follows is approximate if there are any."""
 
 
 class PromptScored(TaggedRecord, frozen=True):
@@ -239,6 +264,9 @@ class ReserveDecode(TaggedRecord, frozen=True):
     """See `Placed`."""
     approximate: bool = False
     """Whether the answer may be approximate."""
+    kept_tokens: Count = 0
+    """Number of `tokens` whose KV is handed off, where that of the others is dropped: nothing of it is exact then, or gets a
+    key. 0: all."""
 
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)

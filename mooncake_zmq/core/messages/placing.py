@@ -45,6 +45,8 @@ class Schedule(TaggedRecord, frozen=True):
     tenant: Tenant = ""
     adapter: ModelName = ""
     """Adapter with which a vLLM answers: only those that list it can."""
+    kept_tokens: Count = 0
+    """Number of `tokens` whose KV its decode is to hold, where that of the others is dropped; 0: all."""
 
 
 class Placed(TaggedRecord, frozen=True):

@@ -13,11 +13,12 @@ from msgspec import Struct
 _SINCE_23 = (
     *("AnswerRead", "AnswerUnread", "BlocksArrived", "BlocksLeased.block_s", "BlocksLeased.more", "BlocksLent"),
     *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeLoad.lends"),
-    "DecodeLoad.own_tokens",
-    *("DecodeTimes.borrowed_tokens", "FillLoan", "FirstToken.met", "FirstToken.parts", "FirstToken.recomputed"),
-    *("HandoffDone.exact_blocks", "LeaseBlocks.tail_first", "LendBlocks", "LoanEnded", "LoanFilled", "ParsersReported"),
+    *("DecodeLoad.own_tokens", "DecodeTimes.borrowed_tokens", "FillLoan", "FirstToken.dropped", "FirstToken.met"),
+    *("FirstToken.parts", "FirstToken.recomputed", "HandoffDone.exact_blocks", "LeaseBlocks.tail_first", "LendBlocks"),
+    *("LoanEnded", "LoanFilled", "ParsersReported"),
     *("PlaceElsewhere", "Placed.lenders", "PrefillLoad.meets", "ReadAnswer", "RenderChat", "ReserveDecode.approximate"),
-    *("ReserveDecode.lenders", "ReturnBlocks", "ShortenFetch", "StartPrefill.embedding", "StartPrefill.exact"),
+    *("ReserveDecode.kept_tokens", "ReserveDecode.lenders", "ReturnBlocks", "Schedule.kept_tokens", "ShortenFetch"),
+    *("StartPrefill.embedding", "StartPrefill.eviction", "StartPrefill.exact"),
     *("StartPrefill.images", "StartPrefill.lenders", "TextsEmbedded", "TokensDecoded.approximate"),
 )
 SINCE: Final[Mapping[str, int]] = dict.fromkeys(_SINCE_23, 23)

@@ -55,8 +55,6 @@ class FewOfMany:
     token matters by the norm of its value too, and those that are not chosen count as one that has the mean of far values and
     their weight, where the selector knows it. That is not in the papers."""
 
-    before = 0
-
     def __init__(
         self,
         source: SequenceKV,
@@ -92,6 +90,11 @@ class FewOfMany:
         """Bytes copied from far memory, and into it after the beginning."""
         for layer in range(layers):
             self._take_over(layer, source)
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.length
 
     def near_bytes(self) -> int:
         """Return the memory that is near: the window, the chosen rows, their names and what the selector keeps."""

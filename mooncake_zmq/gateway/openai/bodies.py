@@ -23,6 +23,7 @@ from mooncake_zmq.gateway.openai.errors import (
     too_many_tokens,
 )
 from mooncake_zmq.gateway.openai.images import ImageUrl, content_of, image_part
+from mooncake_zmq.gateway.openai.kv_budgets import KvBudget
 from mooncake_zmq.gateway.openai.reasoning import Marks, marks_of
 from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
@@ -77,7 +78,8 @@ class Body(Constrained, frozen=True, kw_only=True):
     """The fields of both endpoints. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
     lower one is earlier), stop_token_ids, include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens. Ours:
     ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none; exact, for an answer that is not
-    approximate; and answer_cache, which is false where an engine is to answer though the gateway has an answer."""
+    approximate; answer_cache, which is false where an engine is to answer though the gateway has an answer; and mooncake, for
+    an answer over fewer of the prompt's tokens."""
 
     model: str | None = None
     stream: bool | None = None
@@ -109,6 +111,7 @@ class Body(Constrained, frozen=True, kw_only=True):
     tbt_slo: Slo = None
     answer_cache: bool | None = None
     exact: bool | None = None
+    mooncake: KvBudget | None = None
     clips_answer: ClassVar[bool] = False
     """Whether more tokens than there is room for are no error."""
 
@@ -121,6 +124,23 @@ class Body(Constrained, frozen=True, kw_only=True):
     def must_be_exact(self) -> bool:
         """Whether the answer may not be approximate: its client refuses that, or it has no place to say so."""
         return bool(self.exact or (self.stream and not self.include_usage))
+
+    def check_kv_budget(self, settings: EdgeSettings) -> None:
+        """Check that the decode may hold fewer of the prompt's tokens, if that is asked for. Raises RequestError."""
+        if self.mooncake is None:
+            return
+        if not settings.kv_budget:
+            raise invalid(
+                "mooncake", "kv_budget is not allowed here: the gateway's setting edge.kv_budget is false", UNSUPPORTED
+            )
+        self.mooncake.kind()
+        if self.exact:
+            raise invalid("mooncake", "an answer over fewer tokens is approximate: leave out either exact or kv_budget")
+        if self.must_be_exact:
+            text = "a stream says with its usage that its answer is approximate: set stream_options.include_usage"
+            raise invalid("mooncake", text)
+        if self.echoed_likeliest is not None:
+            raise invalid("mooncake", "probabilities of a prompt come without kv_budget: leave out echo, logprobs or kv_budget")
 
     @property
     def choices_per_prompt(self) -> int:

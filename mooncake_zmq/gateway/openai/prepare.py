@@ -97,7 +97,8 @@ def prepare(
     if model.embeds:
         raise invalid("model", f"the model {model.id!r} gives vectors alone: call /v1/embeddings", "model_not_supported")
     body.check_stream_options()
-    prompts = _prompts(body, model, settings)
+    body.check_kv_budget(settings)
+    prompts = _prompts(body, model if body.mooncake is None else model.without(model.max_positions), settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
     offered = Parsers() if parsers is None else parsers(model.identity)
@@ -214,7 +215,9 @@ class _Common:
 
     def _add(self, ids: "array[int]", prompt: Prompt, prepared: Prepared, images: tuple[Image, ...] = ()) -> None:
         body, model, param = self.body, self._model, _param_of(self.body)
-        stop = body.stop_rule(len(ids), self._default_tokens, model, param, self._stop_tokens)
+        eviction = body.mooncake.eviction(len(ids)) if body.mooncake is not None else None
+        held = model if eviction is None else model.without(len(ids) - eviction.kept)
+        stop = body.stop_rule(len(ids), self._default_tokens, held, param, self._stop_tokens)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, self._salt, [(image.begin, image.digest) for image in images])
         echo, offsets = self._echoed(ids, prompt)
@@ -242,6 +245,7 @@ class _Common:
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
                 reading=reading,
                 images=images,
+                eviction=eviction,
             )
             prepared.requests.append(request)
             choice = Choice(

@@ -264,15 +264,23 @@ class Reply:
         return {"borrowed_tokens": tokens} if tokens else {}
 
     def _approximate(self, firsts: Sequence[Finished]) -> dict[str, Any]:
-        """Return that the answer is approximate, if a choice is; and how many of the prompts' tokens have KV that was computed
-        behind other tokens, or were computed again; empty: none is. `firsts`: of each prompt's first choice."""
+        """Return that the answer is approximate, if a choice is; how many of the prompts' tokens have KV that was computed
+        behind other tokens, or were computed again; and how many were kept and dropped, if any were. Empty: none is. `firsts`:
+        of each prompt's first choice."""
         ends = [choice.finished for choice in self.choices if choice.finished is not None]
         if not any(end.is_approximate for end in ends):
             return {}
         parts, recomputed = sum(each.parts for each in firsts), sum(each.recomputed for each in firsts)
         is_blended = any(end.parts for end in ends)
         shown = {"cached_parts": parts, "recomputed": recomputed} if is_blended and self._shows_reuse else {}
-        return {"approximate": True, **shown}
+        return {"approximate": True, **shown, **self._dropped(firsts)}
+
+    def _dropped(self, firsts: Sequence[Finished]) -> dict[str, int]:
+        """Return how many of the prompts' tokens were kept, the bytes of their KV, and how many were dropped; empty: none."""
+        dropped = sum([each.dropped for each in firsts])
+        kept = sum([each.prompt_tokens for each in firsts]) - dropped
+        of_kept = {"kept_tokens": kept, "kept_bytes": kept * self._model.kv_bytes_per_token}
+        return {**of_kept, "dropped_tokens": dropped} if dropped else {}
 
     def _coded(self, reused: int) -> dict[str, Any]:
         """Return how blocks hold KV, and whether the answer may for that reason differ from one that was computed at once;

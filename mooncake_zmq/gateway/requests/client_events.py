@@ -2,7 +2,7 @@
 
 from msgspec import Struct, structs
 
-from mooncake_zmq.core.messages import CallRead, Embedding, Image, Parsers, Sampling, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, Embedding, Eviction, Image, Parsers, Sampling, StopRule, TokenLogprob
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -56,6 +56,8 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     """The texts in `tokens` whose vectors are the answer, in place of tokens; None: tokens are."""
     images: tuple[Image, ...] = ()
     """The images in `tokens`, in order, with their data URLs."""
+    eviction: Eviction | None = None
+    """How few of `tokens` its decode is to hold; None: all."""
 
     def choice(self, seed: int) -> "ClientRequest":
         """Return the request for one of its answers alone."""
@@ -161,11 +163,13 @@ class Finished(Struct, frozen=True, kw_only=True):
     """Tokens whose KV other decodes than its own held."""
     selected: bool = False
     """Whether a decode attended to few of many tokens."""
+    dropped: int = 0
+    """Prompt tokens whose KV was dropped before the answer, as the client asked: it is approximate if there are any."""
 
     @property
     def is_approximate(self) -> bool:
         """Whether another answer may be the exact one."""
-        return self.parts > 0 or self.selected
+        return self.parts > 0 or self.selected or self.dropped > 0
 
 
 class Failed(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import Hello, Placed, PlaceElsewhere, Rejected, RejectReason, RequestEnded
+from mooncake_zmq.core.messages import Hello, Placed, PlaceElsewhere, Rejected, RejectReason, RequestEnded, has_field
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.readiness import Readiness, is_for
 from mooncake_zmq.gateway.requests.renderings import takes_images
@@ -90,13 +90,15 @@ class Relocations:
 
 
 def absent(peers: Mapping[str, Hello], placed: Placed, client: ClientRequest) -> tuple[str, RejectReason] | None:
-    """Return a node of a placement that is unknown here, down, of another role or model by now, or of a release that takes no
-    images of the client's, and as what it is missed."""
+    """Return a node of a placement that is unknown here, down, of another role or model by now, or of a release or kind that
+    does not do what the client asks, and as what it is missed."""
     wanted = (("prefill", placed.prefill, RejectReason.NO_PREFILL), ("decode", placed.decode, RejectReason.NO_DECODE))
     for role, node, missing in wanted:
         peer = peers.get(node)
         if peer is None or peer.role not in (role, "vllm") or not is_for(peer, client.model):
             return node, missing
         if client.images and not takes_images(peer, client.model):
+            return node, missing
+        if client.eviction is not None and (peer.role == "vllm" or not has_field(peer.protocol, "StartPrefill.eviction")):
             return node, missing
     return None

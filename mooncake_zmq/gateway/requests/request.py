@@ -11,6 +11,7 @@ from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
     MAX_WEIGHT_VERSIONS,
     CancelRequest,
+    Eviction,
     FirstToken,
     Outcome,
     Placed,
@@ -140,6 +141,8 @@ class Request:
     """Tokens of these that the prefill computed again."""
     selected_from: int | None = None
     """The first token for which a decode attended to few of many: the answer is approximate from there on."""
+    dropped: int = 0
+    """Tokens of the prompt whose KV the decode of an attempt did not get: the answer is approximate if there are any."""
     borrowed_tokens: int = 0
     """Tokens whose KV other decodes than its own held."""
     cached: tuple[int, int, int] | None = None
@@ -164,6 +167,12 @@ class Request:
     def prompt_tokens(self) -> int:
         """Number of tokens of the prompt."""
         return len(self.client.tokens) // 4
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How few tokens of the prompt and the answer so far the next decode is to hold: all of the answer; None: all."""
+        eviction = self.client.eviction
+        return None if eviction is None else eviction.behind(len(self.answer.tokens))
 
     @property
     def is_scored(self) -> bool:
@@ -235,7 +244,7 @@ class Request:
 
     def schedule(self, now: float, choices: int) -> Schedule:
         """Return the message that asks a conductor for a place."""
-        client = self.client
+        client, eviction = self.client, self.eviction
         return Schedule(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -251,6 +260,7 @@ class Request:
             choices=choices,
             tenant=client.tenant,
             adapter=client.adapter,
+            kept_tokens=0 if eviction is None else eviction.kept,
         )
 
     def start(self, now: float, placed: Placed, siblings: Sequence["Request"]) -> StartPrefill:
@@ -276,14 +286,15 @@ class Request:
             booking=placed.booking,
             priority=max(client.priority, placed.least_priority),
             tbt_slo_s=placed.tbt_slo_s,
-            stages=placed.stages if self.is_scored else (),
+            stages=placed.stages if self.is_scored and client.eviction is None else (),
             tenant=client.tenant,
             prompt_logprobs=None if self.is_scored else client.prompt_logprobs,
             siblings=tuple([each.as_sibling() for each in siblings]),
             embedding=client.embedding,
             images=client.images,
             exact=client.exact,
-            lenders=placed.lenders,
+            lenders=placed.lenders if client.eviction is None else (),
+            eviction=self.eviction,
         )
 
     def as_sibling(self) -> Sibling:
@@ -317,7 +328,9 @@ class Request:
         return message.first <= self.scored + 1 and end <= self.prompt_tokens and self.layout.has_token(max(ids, default=0))
 
     def take_first(self, message: FirstToken) -> None:
-        """Take what a prefill reports with its token: of reuse, what the first attempt did; a later one blends nothing."""
+        """Take what a prefill reports with its token: of reuse, what the first attempt did; a later one blends nothing. Each
+        may drop KV."""
+        self.dropped = max(self.dropped, min(message.dropped, self.prompt_tokens))
         if self.cached is None:
             self.cached = (message.own, message.local, message.remote)
             self.computed_of_cached = min(message.met, self.prompt_tokens)
@@ -413,6 +426,7 @@ class Request:
             recomputed=self.recomputed,
             borrowed_tokens=self.borrowed_tokens,
             selected=self.selected_from is not None,
+            dropped=self.dropped,
         )
 
     def dump(self, now: float) -> dict[str, Any]:
@@ -429,9 +443,10 @@ class Request:
         }
 
     def _keys(self) -> list[bytes]:
-        """Return the keys of the complete blocks of the prompt and the tokens so far; of texts to embed none is reused."""
+        """Return the keys of the complete blocks of the prompt and the tokens so far. Of texts to embed none is reused, and
+        what is evicted is computed as a whole and gets no key."""
         client, size = self.client, self.layout.block_tokens
-        if client.embedding is not None:
+        if client.embedding is not None or client.eviction is not None:
             return []
         full = len(client.keys) * size * 4
         parent = client.keys[-1] if client.keys else client.root

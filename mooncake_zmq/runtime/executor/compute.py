@@ -12,7 +12,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkProgress
-from mooncake_zmq.core.messages import Sampled, TokenLogprob
+from mooncake_zmq.core.messages import Eviction, Sampled, TokenLogprob
 from mooncake_zmq.core.work import (
     ChunkComputed,
     ComputeChunk,
@@ -28,6 +28,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.engine.blend import Again, moved_run, prefill_blended, read_kv
 from mooncake_zmq.engine.constraint import ConstraintError
+from mooncake_zmq.engine.eviction import AttentionSums, evict
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.sampling import Past, choose
@@ -104,13 +105,41 @@ class Compute:
         blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again), job.check)
         for layer in layers:
             job.check()
-            self._store_outputs(work, sequence, layer, len(tokens))
+            self._store_outputs(work, sequence, layer, work.start, len(tokens))
         again = sum([int(np.isin(each.at, blended.computed).sum()) for each in reused])
         return structs.replace(self._chunk_result(job, work, blended.logits, began), recomputed=again)
+
+    def _compute_evicted(self, job: Job, work: ComputeChunk, eviction: Eviction, sequence: SequenceKV) -> Result:
+        """Compute a chunk of a prompt that is evicted behind its last one: only then something is stored."""
+        began, opened = time.perf_counter(), job.sequences[work.sequence]
+        if eviction.kind == "elastic" and not work.start:
+            opened.sums = AttentionSums(self._layout.layers, sequence.capacity)
+        sums = opened.sums
+
+        def on_rows(layer: int, queries: Any, positions: NDArray[np.int64]) -> None:
+            assert sums is not None
+            sums.add(layer, sequence.keys[layer], queries, positions)
+
+        sequence.set_length(work.start)
+        logits = self._engine.prefill(
+            sequence,
+            _tokens_of(work),
+            after_layer=lambda _: job.check(),
+            logits_at=None if work.sampling is None else (-1,),
+            on_rows=None if sums is None else on_rows,
+        )
+        if work.sampling is not None:
+            evict(sequence, eviction, sums)
+            for layer in range(self._layout.layers):
+                job.check()
+                self._store_outputs(work, sequence, layer, 0, eviction.kept)
+        return self._chunk_result(job, work, logits[0] if logits is not None else None, began)
 
     def _compute_chunk(self, job: Job, work: ComputeChunk, sequence: SequenceKV) -> Result:
         if work.parts:
             return self._compute_blended(job, work, sequence)
+        if work.eviction is not None:
+            return self._compute_evicted(job, work, work.eviction, sequence)
         began = time.perf_counter()
         tokens = _tokens_of(work)
         reported_at = began_at = time.monotonic()
@@ -118,7 +147,7 @@ class Compute:
         def after_layer(layer: int) -> None:
             nonlocal reported_at
             job.check()
-            self._store_outputs(work, sequence, layer, len(tokens))
+            self._store_outputs(work, sequence, layer, work.start, len(tokens))
             now = time.monotonic()
             is_last = layer + 1 == self._layout.layers
             if now - (began_at if is_last else reported_at) >= self._progress_s:
@@ -197,7 +226,7 @@ class Compute:
 
         def after_layer(layer: int) -> None:
             job.check()
-            self._store_outputs(chunk, sequence, layer, stage.count)
+            self._store_outputs(chunk, sequence, layer, chunk.start, stage.count)
 
         try:
             sequence.set_length(chunk.start)
@@ -233,17 +262,17 @@ class Compute:
         rows = [self._segment.parts(grant.slot)[stage.first_layer : stage.stop_layer] for grant in stage.chunk.outputs]
         return tuple(int(checksum) for row in rows for checksum in row)
 
-    def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
-        """Copy one layer of the new tokens to the output slots, which are in the own segment."""
+    def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, start: int, token_count: int) -> None:
+        """Copy one layer of the tokens from `start` on to the output slots, which are in the own segment."""
         block_tokens = self._layout.block_tokens
-        stop = work.start + token_count
+        stop = start + token_count
         assert len(work.outputs) <= self._layout.blocks_for(token_count)
         assert self._segment
         parts = []
         for index, grant in enumerate(work.outputs):
             if not granted(self._segment, grant):
                 raise Stopped(f"output slot {grant.slot} is no longer granted")
-            first = work.start + index * block_tokens
+            first = start + index * block_tokens
             parts.append((grant.slot, layer, first, min(block_tokens, stop - first)))
         store_parts(sequence, self._segment, parts)
 
@@ -319,11 +348,11 @@ class Compute:
 def _running(opened: OpenSequence, entry: StepEntry) -> SequenceKV | FewOfMany:
     """Return what a step reads and appends to."""
     if opened.few is not None:
-        assert opened.few.length == entry.position, "what a choice is made from has each token once"
+        assert opened.few.position == entry.position, "what a choice is made from has each token once"
         return opened.few
     sequence = opened.kv
-    if sequence.before + sequence.length != entry.position:
-        sequence.set_length(entry.position - sequence.before)
+    if sequence.position != entry.position:
+        sequence.set_position(entry.position)
     if entry.selection is None:
         return sequence
     opened.few = selected(sequence, entry.selection)

@@ -143,12 +143,13 @@ class Executor:
         past: bytes = b"",
         filled_tokens: int = 0,
         tenant: str = "",
+        dropped_tokens: int = 0,
     ) -> None:
         assert self._engine, "a node without an engine has no sequences"
         tokens = None
         if sampling is not None and sampling.reads_past:
             tokens = Past(sampling, past, self._grammars, tenant)
-        self._works.open_sequence(sequence, self._engine, capacity_tokens, filled_tokens, tokens)
+        self._works.open_sequence(sequence, self._engine, capacity_tokens, filled_tokens, tokens, dropped_tokens)
 
     def close_sequence(self, sequence: int) -> None:
         """Free a sequence's KV, at the end of the last work that uses it."""

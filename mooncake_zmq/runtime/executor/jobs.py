@@ -33,6 +33,7 @@ from mooncake_zmq.core.work import (
     WriteChat,
     WriteToDisk,
 )
+from mooncake_zmq.engine.eviction import AttentionSums
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.selection.few_of_many import FewOfMany
@@ -82,6 +83,8 @@ class OpenSequence:
     """Its parts that lenders hold, to whom it is connected."""
     few: FewOfMany | None = None
     """The KV with which it goes on once its steps choose what they attend to."""
+    sums: AttentionSums | None = None
+    """How much the tokens of a prompt are attended to that is to be evicted by that."""
 
     @property
     def kv(self) -> SequenceKV:

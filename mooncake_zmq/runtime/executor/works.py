@@ -58,11 +58,20 @@ class Works:
 
     # --- sequences
 
-    def open_sequence(self, sequence: int, engine: Engine, capacity_tokens: int, filled_tokens: int, past: Past | None) -> None:
+    def open_sequence(
+        self,
+        sequence: int,
+        engine: Engine,
+        capacity_tokens: int,
+        filled_tokens: int,
+        past: Past | None,
+        dropped_tokens: int = 0,
+    ) -> None:
         assert sequence not in self.sequences, f"sequence {sequence} is open already"
         try:
             opened = OpenSequence(engine.new_sequence(capacity_tokens))
             opened.kv.expect(filled_tokens)
+            opened.kv.dropped = dropped_tokens
         except MemoryError as error:  # of a GPU, whose memory is allocated at once; works with the sequence fail
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = OpenSequence(None)

@@ -8,9 +8,11 @@ from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.actor import DrainTimedOut, DrainWanted, SetTimer
 from mooncake_zmq.core.messages import (
+    OLDEST_PROTOCOL,
     AttemptFailed,
     CancelRequest,
     DecodeTimes,
+    Eviction,
     FirstToken,
     NodesReported,
     Placed,
@@ -1136,3 +1138,37 @@ def test_a_prefill_that_scores_what_is_not_there_has_failed(message):
     assert scores(node) == []
     assert node.actor.counts["tokens_out_of_range"] == 1
     assert node.one(CancelRequest, "p0").attempt == 1
+
+
+FEW = Eviction(kind="elastic", kept=5)
+
+
+def test_a_request_for_few_of_its_tokens_names_no_keys_and_goes_on_with_all_of_its_answer(node):
+    node.ask(eviction=FEW)
+    schedule = node.place(stages=("p1",), lenders=("d1",))
+    assert (schedule.keys, schedule.tokens, schedule.kept_tokens) == ((), 6, 5)
+    start = node.one(StartPrefill, "p0")
+    assert (start.keys, start.stages, start.lenders, start.eviction) == ((), (), (), FEW)
+    node.first(own=0, dropped=1)
+    node.tokens(1, 2)
+    node.fail(1, "d0")
+    node.advance(1.0)
+    schedule = node.place(to=("p1", "d1"))
+    assert (schedule.keys, schedule.tokens, schedule.kept_tokens) == ((), 9, 8)
+    start = node.one(StartPrefill, "p1")
+    assert start.eviction == Eviction(kind="elastic", kept=8, last=4)
+    node.first(3, attempt=2, sender="p1", own=0, dropped=1)
+    node.tokens(4, attempt=2, sender="d1")
+    assert (node.end().dropped, node.end().is_approximate) == (1, True)
+
+
+@pytest.mark.parametrize("peer", ["p0", "d0"])
+def test_a_node_of_a_release_that_keeps_all_is_no_place_for_it(node, peer):
+    node.up(peer, 8, protocol=OLDEST_PROTOCOL)
+    node.ask(eviction=FEW)
+    node.place()
+    assert not node.take(StartPrefill)
+    node.advance(1.0)
+    schedule = node.place(to=("p1", "d1"))
+    assert schedule.exclude == (peer,)
+    assert node.one(StartPrefill, "p1").eviction == FEW
