@@ -26,6 +26,7 @@ from mooncake_zmq.engine.spec import (
     check_tokens,
     row_by_row,
 )
+from mooncake_zmq.engine.toy import packed, unpacked
 
 MASK = (1 << 20) - 1
 """Sums below 2**20 are exact in float32."""
@@ -89,14 +90,14 @@ class ModelledEngine:
     ) -> NDArray[np.float32] | None:
         check_room(sequence, len(entering))
         check_entering(self.spec, entering, layers)
-        tokens, mixed = (entering, 0) if layers.start == 0 else _unpacked(entering)
+        tokens, mixed = (entering, 0) if layers.start == 0 else unpacked(entering)
         start, stop = sequence.length, sequence.length + len(tokens)
         steps = _steps(np.asarray(tokens, dtype=np.int64), np.arange(start, stop, dtype=np.int64))
         self._run(sequence, layers, start, steps, before_layer, after_layer)
         sequence.length = stop
         mixed += self._mixed(sequence, stop - 1, layers)
         if layers.stop < self.spec.layers:
-            return _packed(tokens, mixed, self.spec.hidden)
+            return packed(tokens, mixed, self.spec.hidden)
         return self._logits(mixed)[None] if logits else None
 
     def _run(
@@ -176,22 +177,6 @@ class ModelledEngine:
         """Return one row of scores for all tokens, rotated by the sum over the last token's KV."""
         shift = xxhash.xxh3_64_intdigest(mixed.to_bytes(8, "little")) % self.spec.vocab_size
         return np.concatenate((self._scores[shift:], self._scores[:shift]))
-
-
-def _packed(tokens: NDArray[np.int32], mixed: int, width: int) -> NDArray[np.float32]:
-    """Return hidden states: a token, and in the last row the sum over the layers so far, in three numbers that float32 holds
-    exactly."""
-    if width < 4:
-        raise NotImplementedError(f"hidden states of {width} numbers hold too little to compute this model in stages")
-    hidden = np.zeros((len(tokens), width), dtype=np.float32)
-    hidden[:, 0] = tokens
-    hidden[-1, 1:4] = [mixed >> shift & 0xFFFFFF for shift in (0, 24, 48)]
-    return hidden
-
-
-def _unpacked(hidden: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
-    limbs = hidden[-1, 1:4].astype(np.int64).tolist()
-    return hidden[:, 0].astype(np.int32), sum(limb << shift for limb, shift in zip(limbs, (0, 24, 48), strict=True))
 
 
 def _steps(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

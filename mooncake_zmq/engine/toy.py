@@ -108,7 +108,7 @@ class ToyEngine:
     ) -> NDArray[np.float32] | None:
         check_room(sequence, len(entering))
         check_entering(self.spec, entering, layers)
-        tokens, before = (entering, 0) if layers.start == 0 else _unpacked(entering)
+        tokens, before = (entering, 0) if layers.start == 0 else unpacked(entering)
         start, stop = sequence.length, sequence.length + len(tokens)
         for layer in layers:
             if before_layer:
@@ -119,7 +119,7 @@ class ToyEngine:
         sequence.length = stop
         digest = self._hash(sequence, layers, stop, before)
         if layers.stop < self.spec.layers:
-            return _packed(tokens, digest)
+            return packed(tokens, digest, self.spec.hidden)
         return self._logits(digest)[None] if logits else None
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -171,14 +171,17 @@ class ToyEngine:
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _packed(tokens: NDArray[np.int32], digest: int) -> NDArray[np.float32]:
-    """Return hidden states [n, 4]: a token, and the digest in three numbers that float32 holds exactly."""
-    hidden = np.zeros((len(tokens), 4), dtype=np.float32)
+def packed(tokens: NDArray[np.int32], digest: int, width: int) -> NDArray[np.float32]:
+    """Return hidden states [n, width]: a token, and in the last row the digest in three numbers that float32 holds exactly."""
+    if width < 4:
+        raise NotImplementedError(f"hidden states of {width} numbers hold too little to compute this model in stages")
+    hidden = np.zeros((len(tokens), width), dtype=np.float32)
     hidden[:, 0] = tokens
-    hidden[-1, 1:] = [digest >> shift & 0xFFFFFF for shift in (0, 24, 48)]
+    hidden[-1, 1:4] = [digest >> shift & 0xFFFFFF for shift in (0, 24, 48)]
     return hidden
 
 
-def _unpacked(hidden: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
-    limbs = hidden[-1, 1:].astype(np.int64).tolist()
+def unpacked(hidden: NDArray[np.float32]) -> tuple[NDArray[np.int32], int]:
+    """Return tokens and digest from their hidden states."""
+    limbs = hidden[-1, 1:4].astype(np.int64).tolist()
     return hidden[:, 0].astype(np.int32), sum(limb << shift for limb, shift in zip(limbs, (0, 24, 48), strict=True))

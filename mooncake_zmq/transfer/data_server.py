@@ -11,7 +11,6 @@ STAGING_WAIT_S, and is then refused, as are all others that would wait.
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,8 +38,8 @@ from mooncake_zmq.transfer.connections import Connections, receive
 from mooncake_zmq.transfer.cuda import DeviceSegment
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import USER_ID, BadEndpoint, Limits, Sockets
-from mooncake_zmq.transfer.stream import Stream, StreamError, StreamGarbage
-from mooncake_zmq.transfer.stream_host import Guest, StreamHost
+from mooncake_zmq.transfer.stream import StreamError, StreamGarbage
+from mooncake_zmq.transfer.stream_host import Guest, StreamHost, StreamServed
 from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
@@ -172,8 +171,8 @@ class DataServer:
         return _Served(guest, self._segment, self._staging, lambda *what: self._host.count(*what), lambda: self._stopping)
 
 
-class _Served:
-    """One reader's stream; see `stream_host.Served`."""
+class _Served(StreamServed):
+    """One reader's stream."""
 
     def __init__(
         self,
@@ -183,20 +182,15 @@ class _Served:
         count: Callable[..., None],
         is_stopping: Callable[[], bool],
     ) -> None:
-        keys = guest.keys
-        self._stream = Stream(guest.connection, self._idle, slice_s=SLICE_S, seals=keys.to_client, opens=keys.to_server)
+        super().__init__(guest, SLICE_S)
         self._segment = segment
         self._staging = staging
         self._count = count
         self._is_stopping = is_stopping
-        self.waits_since = time.monotonic()
 
     def run(self) -> None:
         try:
-            while True:
-                self.waits_since = time.monotonic()
-                request = self._stream.receive(decode_request, MAX_REQUEST_BYTES)
-                self.waits_since = math.inf
+            for request in self.requests(decode_request, MAX_REQUEST_BYTES):
                 self._serve(request)
         except StreamGarbage as error:
             self._count("garbage")
@@ -204,29 +198,23 @@ class _Served:
         except StreamError as error:
             log.debug("data_stream_ended", reason=str(error))
 
-    def shut(self) -> None:
-        self._stream.shut()
-
-    def close(self) -> None:
-        self._stream.close()
-
     def _serve(self, request: ReadRequest) -> None:
         reply = self._answer(request)
         if reply.status is not ReadStatus.OK:
-            self._stream.send(reply)
+            self.stream.send(reply)
             self._count("refused")
             return
         if self._staging is None:
             view = self._segment.layers_view(request.slot, request.first_layer, request.stop_layer)
-            self._stream.send(reply, [view])
+            self.stream.send(reply, [view])
         else:
             with self._staging.filled(request.slot, request.first_layer, request.stop_layer) as staged:
                 if staged is None:
-                    self._stream.send(ReadReply(request.read_id, ReadStatus.NO_STAGING))
+                    self.stream.send(ReadReply(request.read_id, ReadStatus.NO_STAGING))
                     self._count("dropped")
                     return
                 view = staged
-                self._stream.send(reply, [view])
+                self.stream.send(reply, [view])
         self._count("reads")
         self._count("bytes", len(view))
 

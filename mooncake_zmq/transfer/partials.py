@@ -35,7 +35,7 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.transfer.sockets import connect_beside
 from mooncake_zmq.transfer.stream import Stream, StreamError, StreamGarbage
-from mooncake_zmq.transfer.stream_host import Guest, StreamHost
+from mooncake_zmq.transfer.stream_host import Guest, StreamHost, StreamServed
 from mooncake_zmq.transfer.tickets import Ticket, Tickets
 
 log = structlog.get_logger()
@@ -191,49 +191,38 @@ class PartialHost:
         self._host.count(what, by)
 
 
-class _Served:
-    """One borrower's stream; see `stream_host.Served`."""
+class _Served(StreamServed):
+    """One borrower's stream."""
 
     def __init__(self, guest: Guest, host: PartialHost) -> None:
-        keys = guest.keys
-        self._stream = Stream(guest.connection, self._idle, slice_s=SLICE_S, seals=keys.to_client, opens=keys.to_server)
+        super().__init__(guest, SLICE_S)
         self._host, self._token = host, guest.token
-        self.waits_since = time.monotonic()
 
     def run(self) -> None:
         try:
-            while True:
-                self.waits_since = time.monotonic()
-                asked = self._stream.receive(decode_ask, MAX_HEAD_BYTES)
-                self.waits_since = math.inf
-                self._stream.stop_at = time.monotonic() + STALL_S
+            for asked in self.requests(decode_ask, MAX_HEAD_BYTES):
+                self.stream.stop_at = time.monotonic() + STALL_S
                 self._serve(asked)
-                self._stream.stop_at = math.inf
+                self.stream.stop_at = math.inf
         except StreamError as error:
             self._host.count("garbage", isinstance(error, StreamGarbage))
             log.debug("partials_ended", reason=str(error))
         finally:
             self._host.end(self._token)
 
-    def shut(self) -> None:
-        self._stream.shut()
-
-    def close(self) -> None:
-        self._stream.close()
-
     def _serve(self, asked: AskPart) -> None:
         spec = self._host.spec
         grown = _room(self._host.growing(asked, self._token), 2, spec.kv_heads, spec.head_dim)
         queries = _room(len(asked.loans), spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
-        self._stream.receive_views([_bytes(each) for each in (queries, grown) if each.size])
+        self.stream.receive_views([_bytes(each) for each in (queries, grown) if each.size])
         given = self._host.answer(asked, queries, grown)
-        self._stream.send(PartGiven(asked.number), [_bytes(each) for each in given])
+        self.stream.send(PartGiven(asked.number), [_bytes(each) for each in given])
         self._host.count("parts")
 
     def _idle(self, quiet_s: float) -> None:
         if self._host.is_stopping:
             raise StreamError("the lender is closing")
-        _give_up(self._stream)
+        _give_up(self.stream)
 
 
 class Lender:

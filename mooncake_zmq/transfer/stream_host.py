@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 
 from mooncake_zmq.transfer.sockets import LOG_EVERY_S, listen_beside, tune
+from mooncake_zmq.transfer.stream import MAX_MESSAGE_BYTES, MessageT, Stream
 from mooncake_zmq.transfer.tickets import OPENING_BYTES, PROOF_BYTES, Challenge, Refused, StreamKeys, Tickets
 
 log = structlog.get_logger()
@@ -69,6 +70,34 @@ class Served(Protocol):
 
     def close(self) -> None:
         """Free everything, once `run` is over."""
+
+
+class StreamServed:
+    """A base for `Served` over one stream, of which `run` is left to define."""
+
+    def __init__(self, guest: Guest, slice_s: float) -> None:
+        """Take over the guest's connection. `slice_s`: as for `Stream`, which calls `_idle`."""
+        keys = guest.keys
+        self.stream = Stream(guest.connection, self._idle, slice_s=slice_s, seals=keys.to_client, opens=keys.to_server)
+        self.waits_since = time.monotonic()
+
+    def requests(self, decode: Callable[[memoryview], MessageT], most_bytes: int = MAX_MESSAGE_BYTES) -> Iterator[MessageT]:
+        """Yield each request; `waits_since` is infinite until the next one is wanted. Raises StreamError."""
+        while True:
+            self.waits_since = time.monotonic()
+            request = self.stream.receive(decode, most_bytes)
+            self.waits_since = math.inf
+            yield request
+
+    def shut(self) -> None:
+        self.stream.shut()
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def _idle(self, quiet_s: float) -> None:
+        """Raise StreamError if nothing moved for too long, or this side closes."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)

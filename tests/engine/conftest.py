@@ -14,7 +14,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.modelled import ModelledEngine
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
-from mooncake_zmq.engine.tokenizer import open_tokenizer
+from mooncake_zmq.engine.tokenizer import byte_tokenizer, open_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "smollm2.npz"
 
@@ -70,6 +70,11 @@ def default_model(default_path):
 @pytest.fixture(scope="session")
 def default_tokenizer(default_path):
     return open_tokenizer(default_path)
+
+
+@pytest.fixture(scope="session", params=["bytes", "smollm2"])
+def tokenizer(request):
+    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,10 @@
 """The text of a stream of tokens never cuts a character, and is that of all its tokens: with the vocabularies of engines."""
 
 import pytest
+from texts import TEXTS
 
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer
 from mooncake_zmq.gateway.openai.token_stream import PENDING_TOKENS_MAX, TokenStream
-
-TEXTS = [
-    "plain text, 12345 and more",
-    "naïve café, Zürich, 東京, русский, 🙂👩\u200d🚀",
-    "\n\n  indented\tcode()\n",
-    "a replacement \ufffd inside, and one last \ufffd",
-    "",
-]
-
-
-@pytest.fixture(scope="module", params=["bytes", "smollm2"])
-def tokenizer(request):
-    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
 
 
 @pytest.mark.parametrize("special", [False, True])

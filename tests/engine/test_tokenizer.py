@@ -8,6 +8,7 @@ import time
 import pytest
 import tokenizers
 from model_files import small_vocabulary
+from texts import TEXTS
 
 from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
@@ -23,19 +24,6 @@ from mooncake_zmq.engine.tokenizer import (
     write_byte_conversation,
     write_conversation,
 )
-
-TEXTS = [
-    "plain text, 12345 and more",
-    "naïve café, Zürich, 東京, русский, 🙂👩\u200d🚀",
-    "\n\n  indented\tcode()\n",
-    "a replacement \ufffd inside, and one last \ufffd",
-    "",
-]
-
-
-@pytest.fixture(scope="module", params=["bytes", "smollm2"])
-def tokenizer(request):
-    return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
 
 
 def test_a_vocabulary_that_breaks_the_library_is_refused(tmp_path):

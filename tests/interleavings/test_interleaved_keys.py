@@ -31,23 +31,21 @@ def book_of(*its_keys):
     return "".join(f"{name} node 2026-01-01 {key}\n" for name, key in made)
 
 
+def own_keys(directory):
+    """The path of a file of public keys, and its keys as this process has them."""
+    path = directory / key_files.PUBLIC_KEYS
+    replace_own(path, book_of(OLD).encode())
+    book = key_texts.parse(book_of(OLD))
+    return path, key_files.Keys(path=path, _seen=None, name="here", public=OWN, secret=b"", book=book, clock=lambda: 0.0)
+
+
 def keys_in_rotation(directory):
     """A node's key is rotated under load: it is let in by either key while the file has both, and by the old one no more once
     that is dropped; and at every moment there is a key by which it can be reached."""
 
     def case(schedule):
         def body():
-            path = directory / key_files.PUBLIC_KEYS
-            replace_own(path, book_of(OLD).encode())
-            mine = key_files.Keys(
-                path=path,
-                _seen=None,
-                name="here",
-                public=OWN,
-                secret=b"",
-                book=key_texts.parse(book_of(OLD)),
-                clock=lambda: 0.0,
-            )
+            path, mine = own_keys(directory)
             with patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()):
                 shared, over = sockets.Sockets(mine), []
 
@@ -141,17 +139,7 @@ def answers_for_keys(directory):
 
     def case(schedule):
         def body():
-            path = directory / key_files.PUBLIC_KEYS
-            replace_own(path, book_of(OLD).encode())
-            mine = key_files.Keys(
-                path=path,
-                _seen=None,
-                name="here",
-                public=OWN,
-                secret=b"",
-                book=key_texts.parse(book_of(OLD)),
-                clock=lambda: 0.0,
-            )
+            path, mine = own_keys(directory)
             keys_socket, refused, answered = KeysSocket(), [], []
             silent = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *_, **__: None)
             with (

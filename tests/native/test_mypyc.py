@@ -74,22 +74,29 @@ def copied(target: Path) -> Path:
     return target
 
 
-def compiler() -> str | None:
-    return shutil.which(str(sysconfig.get_config_var("CC")).split()[0])
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python with the package in this directory; returns the words that it prints."""
 
-
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
-def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
-    package = copied(tmp_path / "mooncake_zmq")
-
-    def run(*arguments, switch="1"):
+    def words(*arguments, switch="1"):
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
         done = subprocess.run(
             [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
+
+    return words
+
+
+def compiler() -> str | None:
+    return shutil.which(str(sysconfig.get_config_var("CC")).split()[0])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path, run):
+    package = copied(tmp_path / "mooncake_zmq")
 
     as_python = run("-c", AS_NODE + DECISIONS, switch="0")
     assert as_python[0] == "py"
@@ -139,17 +146,9 @@ print(*suffixes, len(result.requests), hashlib.sha256(msgspec.json.encode(result
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
-def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path):
+def test_a_replay_of_machine_code_has_the_same_result_to_the_last_digit(tmp_path, run):
     package = tmp_path / "mooncake_zmq"
     shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
-
-    def run(*arguments, switch="1"):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
-        done = subprocess.run(
-            [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
 
     run("-m", "mooncake_zmq", "compile", "--laboratory", switch="0")
     as_python, as_machine_code = run("-c", REPLAY), run("-c", AS_WORKER + REPLAY)

@@ -27,6 +27,12 @@ def note(meter: Meter, key: str, prompt: int = 10) -> None:
     meter.note(key, prompt=prompt, cached=(1, 2, 3), completion=4)
 
 
+def used_of(day: str, key: str, calls: int, prompt: int) -> Used:
+    """What so many calls of `note` add up to."""
+    cached = {"cached_own": calls, "cached_local": 2 * calls, "cached_remote": 3 * calls}
+    return Used(day=day, key=key, calls=calls, prompt_tokens=prompt, completion_tokens=4 * calls, **cached)
+
+
 def used(directory: Path) -> list[Used]:
     return sorted(read(directory), key=lambda each: (each.day, each.key))
 
@@ -46,36 +52,9 @@ def test_calls_of_a_key_and_a_day_are_one_line_an_append(tmp_path: Path) -> None
         "usage-2026-11-28-gateway-a.jsonl",
     ]
     assert used(tmp_path / "made/here") == [
-        Used(
-            day="2026-11-27",
-            key="",
-            calls=1,
-            prompt_tokens=10,
-            cached_own=1,
-            cached_local=2,
-            cached_remote=3,
-            completion_tokens=4,
-        ),
-        Used(
-            day="2026-11-27",
-            key="alice",
-            calls=2,
-            prompt_tokens=30,
-            cached_own=2,
-            cached_local=4,
-            cached_remote=6,
-            completion_tokens=8,
-        ),
-        Used(
-            day="2026-11-28",
-            key="alice",
-            calls=1,
-            prompt_tokens=10,
-            cached_own=1,
-            cached_local=2,
-            cached_remote=3,
-            completion_tokens=4,
-        ),
+        used_of("2026-11-27", "", 1, 10),
+        used_of("2026-11-27", "alice", 2, 30),
+        used_of("2026-11-28", "alice", 1, 10),
     ]
 
 

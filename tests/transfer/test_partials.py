@@ -409,7 +409,7 @@ def test_a_borrower_may_be_silent_between_two_requests(engine, house, lender):
     loan, _ = house.lend(lender)
     assert not asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)[1].failed
     (opened,) = house.host._host._open.values()
-    eventually(lambda: opened.served._stream.stop_at == math.inf)
+    eventually(lambda: opened.served.stream.stop_at == math.inf)
 
 
 def test_a_lender_that_answers_nothing_is_not_attached_to(house):

@@ -134,13 +134,8 @@ class ResponsesReply(OverChat):
         else:
             yield {"type": done, **within, "text": text, **_scores(part)}
             yield {"type": "response.content_part.done", **within, "part": _content(part, text)}
-        (choice,) = self.choices
-        status = "incomplete" if choice.finish_reason == "length" and part is self._parts.all[-1] else "completed"
-        yield {
-            "type": "response.output_item.done",
-            "output_index": part.index,
-            "item": self._item(part, status),
-        }
+        item = self._item(part, self._item_status(part, self._final_status()))
+        yield {"type": "response.output_item.done", "output_index": part.index, "item": item}
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         """Return a part as an item of the output."""

@@ -38,8 +38,8 @@ from mooncake_zmq.store.stream_messages import (
     decode_checksums,
     decode_request,
 )
-from mooncake_zmq.transfer.stream import Stream, StreamError, StreamGarbage
-from mooncake_zmq.transfer.stream_host import ATTACH_S, Guest, StreamHost
+from mooncake_zmq.transfer.stream import StreamError, StreamGarbage
+from mooncake_zmq.transfer.stream_host import ATTACH_S, Guest, StreamHost, StreamServed
 from mooncake_zmq.transfer.tickets import Tickets
 
 log = structlog.get_logger()
@@ -102,8 +102,8 @@ class StoreStreams:
         )
 
 
-class _Served:
-    """One stream: takes its requests to the actor, and moves the bytes that it says; see `stream_host.Served`."""
+class _Served(StreamServed):
+    """One stream: takes its requests to the actor, and moves the bytes that it says."""
 
     def __init__(
         self,
@@ -115,10 +115,8 @@ class _Served:
         count: Callable[[str], None],
         is_stopping: Callable[[], bool],
     ) -> None:
+        super().__init__(guest, SLICE_S)
         self.number = number
-        self.stream = Stream(
-            guest.connection, self._idle, slice_s=SLICE_S, seals=guest.keys.to_client, opens=guest.keys.to_server
-        )
         self._token = guest.token
         self._user = user
         self._connection = b""
@@ -132,7 +130,6 @@ class _Served:
         self._timeout_s = ATTACH_S
         """How long the client may be silent."""
         self.waits_since = math.inf
-        """When it began to wait for the request to come; infinite while it is at work."""
 
     def run(self) -> None:
         """Serve until the client ends it, falls silent amid a request, or says what is none."""
@@ -148,11 +145,8 @@ class _Served:
             del self._queues[self.number]
 
     def shut(self) -> None:
-        self.stream.shut()
+        super().shut()
         self.effects.put(None)
-
-    def close(self) -> None:
-        self.stream.close()
 
     def _attach(self) -> Attach:
         """The first message: a stream belongs to the client whose ticket it came by."""
