@@ -52,6 +52,7 @@ LEAST_TOTAL, MOST_OF_A_TOKEN = 0.5, 1.01
 """Bounds of a part's total: the token of the highest score weighs about 1, and no other one more."""
 MOST = 1e9
 """Scores and values of any model are smaller, and no sums of such ones overflow."""
+NOTHING = np.empty(0, np.float32)
 Places = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
 
 
@@ -360,7 +361,7 @@ class BorrowedKV:
                     self._pass_over(lender)
             except StreamError as error:
                 self._fail(lender, str(error))
-        self._rows, self._until = len(far), time.monotonic() + self._wait_s
+        self._all_rows, self._until = list(range(len(far))), time.monotonic() + self._wait_s
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         self._asked: list[tuple[Lender, list[Borrowed]]] = []
@@ -368,30 +369,37 @@ class BorrowedKV:
             self._has_waited, self._until = False, time.monotonic() + self._wait_s
         for lender, of_lender in self._parts.items():
             parts = [each for each in of_lender if each.row not in self.failed and each.row not in self.late]
-            rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
             if not parts:
                 continue
+            rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
             try:
-                grown = np.stack([keys[growing], values[growing]], axis=1)
-                lender.ask(layer, parts, queries[rows], grown)
+                grown = np.stack([keys[growing], values[growing]], axis=1) if growing else NOTHING
+                lender.ask(layer, parts, queries if rows == self._all_rows else queries[rows], grown)
                 self._asked.append((lender, parts))
             except StreamError as error:
                 self._fail(lender, str(error))
 
     def answers(self, layer: int) -> Partial:
-        spec = self._spec
-        result = no_tokens(self._rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+        result: Partial | None = None
         for lender, parts in self._asked:
             try:
                 given = lender.answer(parts, self._until)
             except StreamError as error:
                 self._fail(lender, str(error))
                 continue
+            rows = [each.row for each in parts]
             if given is None:
                 self._pass_over(lender)
+            elif result is None and rows == self._all_rows:
+                result = given
             else:
-                result.merge(given, [each.row for each in parts])
-        return result
+                result = result or self._nothing()
+                result.merge(given, rows)
+        return result or self._nothing()
+
+    def _nothing(self) -> Partial:
+        spec = self._spec
+        return no_tokens(len(self._all_rows), spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)
