@@ -2,7 +2,8 @@
 
 Every answer is compared with that of one decode that has all the memory. In turn there are: decodes that all lend and borrow,
 for the longest prompt, and then some prompts again and again while their lenders are killed; one that keeps no whole block of a
-prompt and others that only lend, for a batch at once; and two that borrow of one lender, which stands still and goes on.
+prompt and others that only lend, for a batch at once; one that keeps half of a prompt; and two that borrow of one lender, which
+stands still and goes on.
 """
 
 import json
@@ -104,6 +105,10 @@ class Lendings:
         prompts = [self._prompt(length) for _ in range(bench.batch)]
         with self._cluster({decodes[0]: BORROWS.format(output), **lenders}) as cluster:
             tbt_s = self._batch(cluster, prompts)
+        half, whole = bench.tokens // 2, [self._prompt(bench.tokens // 2 * 2)]
+        borrows = f"capacity_tokens = {half + self._long + 2 * BLOCK}, borrow = true, own_tokens = {half}"
+        with self._cluster({"decode-0": borrows, "decode-1": LENDS.format(half)}) as cluster:
+            half_s = self._batch(cluster, whole)
         self._stop()
         with self._cluster({"decode-0": ALL.format(bench.tokens * bench.decodes)}) as cluster:
             lent = list(self._answers)
@@ -112,9 +117,11 @@ class Lendings:
                 if answer.tokens != expected.tokens:
                     raise Refused(f"other tokens than of one decode with all memory, to a prompt of {len(prompt):,} tokens")
             here_s = self._batch(cluster, prompts)
+            whole_s = self._batch(cluster, whole)
         self._report.row(
             f"TBT of {bench.batch} at once, all but {BLOCK} tokens elsewhere / all here", "ms", 1e3 * tbt_s, 1e3 * here_s
         )
+        self._report.row(f"TBT of one, {half:,} of {2 * half:,} tokens elsewhere / all here", "ms", 1e3 * half_s, 1e3 * whole_s)
         self._report.notes.append(f"{len(lent)} answers have the tokens of one decode with all memory")
         return self._report
 

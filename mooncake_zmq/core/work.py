@@ -248,7 +248,7 @@ class DecodeStep(Struct, frozen=True):
     entries: tuple[StepEntry, ...]
     steps: int = 1
     lenders_s: float = 0.0
-    """How long each step may take before it goes on without the entries of whose KV a lender has not answered."""
+    """How long each step waits for lenders in all; it goes on without the entries of whose KV one has not answered then."""
 
 
 class StepDecoded(Struct, frozen=True):

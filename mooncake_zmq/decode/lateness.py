@@ -9,7 +9,7 @@ goes on at another decode.
 from typing import Final
 
 STEPS: Final = 4.0
-"""Longest time of a step that waits for lenders, as a multiple of what recent steps took."""
+"""Longest wait of a step for lenders in all, as a multiple of what recent steps took."""
 LEAST_S: Final = 0.25
 """The least of that time: a lender's thread may get no CPU for some tens of milliseconds in each of several layers."""
 AGAIN_S: Final = 0.2

@@ -3,13 +3,13 @@
 borrower's stream -- AskPart, queries, new KV of loans that grow --> the lender's, see `stream.py`; one layer at a time
                   <- PartGiven, mixed and states -----------------
 
-A step's parts have to be just the tokens that its rows have not got. A borrower waits for so long for all answers of a step,
-and again from the layer on that follows a lender that was lost or late; an answer that has begun to arrive by then is read. A
-loan is of one ticket's holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any
-other loan, or one that has not as many tokens as the borrower says. A lender that is gone, or answers what no attention can be,
-fails the rows that it has part of, and is asked no more. The rows of one that is late get no result of this step, and may be
-tried again by a later one: what it owes is read and dropped before it is asked again. So no part is left out, or counted
-twice. It takes a loan's memory back only between two answers.
+A step's parts have to be just the tokens that its rows have not got. A borrower waits for a given time in all for the answers
+of a step, and for as long again from the layer on that follows a lender that was lost or late; an answer that has begun to
+arrive by then is read. A loan is of one ticket's holder, and ends with its stream, while its memory stays its owner's; a lender
+ends the stream over any other loan, or one that has not as many tokens as the borrower says. A lender that is gone, or answers
+what no attention can be, fails the rows that it has part of, and is asked no more. The rows of one that is late get no result
+of this step, and may be tried again by a later one: what it owes is read and dropped before it is asked again. So no part is
+left out, or counted twice. It takes a loan's memory back only between two answers.
 
 A lender computes a part of the model. One that lies plausibly is not noticed, as a prefill that stores wrong KV is not.
 """
@@ -52,6 +52,7 @@ LEAST_TOTAL, MOST_OF_A_TOKEN = 0.5, 1.01
 """Bounds of a part's total: the token of the highest score weighs about 1, and no other one more."""
 MOST = 1e9
 """Scores and values of any model are smaller, and no sums of such ones overflow."""
+NOTHING = np.empty(0, np.float32)
 Places = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
 
 
@@ -311,9 +312,9 @@ class Borrowed:
 
 
 class BorrowedKV:
-    """Implements `Elsewhere`. Rows that `failed`, by a lender that was lost, or that are `late`, as one has not answered within
-    `wait_s` of their step's begin, have no valid result, and are not asked for; their sequences have to be dropped, or set back
-    by the step's token."""
+    """Implements `Elsewhere`. Rows that `failed`, by a lender that was lost, or that are `late`, as one has not answered while
+    their step waited for `wait_s` in all, have no valid result, and are not asked for; their sequences have to be dropped, or
+    set back by the step's token."""
 
     def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed], *, wait_s: float) -> None:
         self._spec, self._borrowed, self._wait_s = spec, borrowed, wait_s
@@ -349,38 +350,47 @@ class BorrowedKV:
                     self._pass_over(lender)
             except StreamError as error:
                 self._fail(lender, str(error))
-        self._rows, self._until = len(far), time.monotonic() + self._wait_s
+        self._all_rows, self._left_s = list(range(len(far))), self._wait_s
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         self._asked: list[tuple[Lender, list[Borrowed]]] = []
         if self._has_waited:
-            self._has_waited, self._until = False, time.monotonic() + self._wait_s
+            self._has_waited, self._left_s = False, self._wait_s
         for lender, of_lender in self._parts.items():
             parts = [each for each in of_lender if each.row not in self.failed and each.row not in self.late]
-            rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
             if not parts:
                 continue
+            rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
             try:
-                grown = np.stack([keys[growing], values[growing]], axis=1)
-                lender.ask(layer, parts, queries[rows], grown)
+                grown = np.stack([keys[growing], values[growing]], axis=1) if growing else NOTHING
+                lender.ask(layer, parts, queries if rows == self._all_rows else queries[rows], grown)
                 self._asked.append((lender, parts))
             except StreamError as error:
                 self._fail(lender, str(error))
 
     def answers(self, layer: int) -> Partial:
-        spec = self._spec
-        result = no_tokens(self._rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+        result: Partial | None = None
+        since = time.monotonic()
         for lender, parts in self._asked:
             try:
-                given = lender.answer(parts, self._until)
+                given = lender.answer(parts, since + self._left_s)
             except StreamError as error:
                 self._fail(lender, str(error))
                 continue
+            rows = [each.row for each in parts]
             if given is None:
                 self._pass_over(lender)
+            elif result is None and rows == self._all_rows:
+                result = given
             else:
-                result.merge(given, [each.row for each in parts])
-        return result
+                result = result or self._nothing()
+                result.merge(given, rows)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - since))
+        return result or self._nothing()
+
+    def _nothing(self) -> Partial:
+        spec = self._spec
+        return no_tokens(len(self._all_rows), spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
 
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)

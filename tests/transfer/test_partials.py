@@ -307,6 +307,19 @@ def test_a_lender_that_is_slow_has_no_more_time_for_many_layers(engine, house, l
     assert list(elsewhere.late) == [0]
 
 
+def test_the_time_for_answers_is_that_of_waits_and_none_of_what_the_step_takes_itself(engine, house, lender, monkeypatch):
+    untils, answer, late_s = [], Lender.answer, 0.0
+    monkeypatch.setattr(partials, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    monkeypatch.setattr(Lender, "answer", lambda *asked: (untils.append(asked[2]), answer(*asked))[1])
+    elsewhere = begun(engine, [Borrowed(0, lender, house.lend(lender)[0], TOKENS)], 1)
+    for layer in range(2):
+        elsewhere.ask(layer, *queries_of(engine, 1))
+        elsewhere.answers(layer)
+        late_s += 2 * LONG_S
+    assert untils[1] - untils[0] > LONG_S
+    assert elsewhere._left_s < LONG_S
+
+
 def test_lenders_that_are_silent_cost_no_other_lenders_rows_and_one_wait(engine, house, other_house, monkeypatch):
     untils, answer = [], Lender.answer
     monkeypatch.setattr(Lender, "answer", lambda *asked: (untils.append(asked[2]), answer(*asked))[1])
