@@ -5,4 +5,4 @@ import os
 
 os.environ["MOONCAKE_ZMQ_MYPYC"] = "0"
 
-pytest_plugins = ["helpers.suites", "helpers.node_logs"]
+pytest_plugins = ["helpers.suites", "helpers.node_logs", "helpers.spread"]

@@ -1,4 +1,4 @@
-"""Fixtures: a directory for a cluster, and one cluster for all tests that leave it as they found it."""
+"""Fixtures: a directory for a cluster, and one cluster for all tests of a file that leave it as they found it."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +15,10 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[ToyCluster]:
+    """A cluster that a file's tests share. To start one takes the CPU of a minute's idling, which it would do to the end of the
+    session."""
     with tempfile.TemporaryDirectory(prefix="mz-") as path:
         cluster = ToyCluster(Path(path))
         with cluster.unbroken():
