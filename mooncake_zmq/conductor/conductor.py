@@ -412,7 +412,7 @@ class Conductor:
         booking = self._placement.commit(now, key, schedule, plan, decided)
         self._bookings.add(booking)
         prefill = decided.prefill
-        self._balance.placed(prefill.work_s, plan.tokens)
+        self._balance.placed(prefill.work_s, plan.kv_tokens)
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")

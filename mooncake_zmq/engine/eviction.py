@@ -13,8 +13,8 @@ from mooncake_zmq.core.messages import Eviction
 from mooncake_zmq.core.selection import SINKS
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
-SCORES_ITEMS = 1 << 20
-"""Scores of one head that are held at once, 4 MiB: rows are taken together while theirs are fewer."""
+SCORES_ITEMS = 1 << 18
+"""Scores of one head that are held at once, 1 MiB: rows are taken together while theirs are fewer."""
 ONE = 1 << 20
 """The fixed-point number of an attention weight of 1: a million queries of a hundred heads stay below 2**48."""
 
@@ -33,18 +33,21 @@ def attention_received(queries: Any, keys: Any, positions: NDArray[np.int64]) ->
     size = keys.shape[3]
     found = np.zeros(int(positions[-1]) + 1, np.int64)
     at_once = max(1, SCORES_ITEMS // (group * len(found)))
+    scratch = np.empty(min(at_once, count) * group * -(-len(found) // size) * size, np.float32)
     for first in range(0, count, at_once):
         some = positions[first : first + at_once]
-        seen = int(some[-1]) + 1
-        hidden = np.arange(seen) > some[:, None, None]
+        height, begin, tiles = len(some) * group, int(some[0]), -(-(int(some[-1]) + 1) // size)
+        scores = scratch[: height * tiles * size].reshape(height, tiles * size)
+        hidden = np.arange(begin, tiles * size) > np.repeat(some, group)[:, None]
+        received = np.zeros(tiles * size)
         for head in range(heads):
-            rows = queries[head, first : first + at_once].reshape(1, -1, dim)
-            by_tile = rows @ keys[head, : -(-seen // size)]
-            scores = by_tile.transpose(1, 0, 2).reshape(len(some), group, -1)[:, :, :seen]
-            np.copyto(scores, -np.inf, where=hidden)
-            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-            weights /= weights.sum(axis=2, keepdims=True)
-            found[:seen] += np.rint(weights.sum(axis=(0, 1), dtype=np.float64) * ONE).astype(np.int64)
+            rows = queries[head, first : first + at_once].reshape(height, dim)
+            np.matmul(rows, keys[head, :tiles], out=scores.reshape(height, tiles, size).transpose(1, 0, 2))
+            np.copyto(scores[:, begin:], -np.inf, where=hidden)
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            received += (1 / scores.sum(axis=1)) @ scores
+        found[: int(some[-1]) + 1] += np.rint(received[: int(some[-1]) + 1] * ONE).astype(np.int64)
     return found
 
 

@@ -229,7 +229,7 @@ SYSTEMS = (
             Bounded("multiply-adds of a whole prefill's", row("multiply-adds of prefills*", "share")),
             Bounded("KL over that of sinks and recent", row("KL, PyramidInfer*", "share"), most=1),
         ),
-        differs=SMALL_MODEL,
+        differs=f"Measured only: a layer's KV is as long as any other's where it is served. {SMALL_MODEL}",
     ),
     System(
         name="Elastic Cache",
@@ -240,7 +240,10 @@ SYSTEMS = (
             Bounded("of folding values", row("KL, Elastic Cache, folding values / *", "share")),
             Bounded("of evicting, over sinks and recent", row("KL, Elastic Cache, evicting alone / *", "share"), most=1),
         ),
-        differs="The mean of keys rotated for different positions is a key of none. Its models see pictures.",
+        differs=(
+            "Its eviction alone is served (a request's kv_budget): the mean of keys rotated for different positions is a key "
+            "of none. Its models see pictures."
+        ),
     ),
     System(
         name="LESS, our kernel",

@@ -240,6 +240,7 @@ OTHER = {
     "model": "other",
     "cache_salt": "other",
     "top_logprobs": 0,
+    "mooncake": {"kv_budget": 0.5},
 }
 """Values of fields that may not be true, 2 or 0.5."""
 
