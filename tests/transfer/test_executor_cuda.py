@@ -42,6 +42,7 @@ class DeviceToy(ToyEngine):
         bare = SequenceKV.__new__(SequenceKV)
         bare.keys, bare.values = sequence.keys._array, sequence.values._array
         bare.capacity, bare.length = sequence.capacity, sequence.length
+        bare.before, bare.dropped = sequence.before, sequence.dropped
         logits = super().prefill(bare, tokens, **options)
         sequence.length = bare.length
         return logits

@@ -291,7 +291,7 @@ def test_a_lender_that_stops_within_an_answer_fails_its_rows(engine, house, lend
     parts = [Borrowed(0, lender, house.lend(lender)[0], TOKENS)]
     assert not asked(engine, parts, 1)[1].failed, "its stream is there"
     (opened,) = house.host._host._open.values()
-    stream = opened.served._stream
+    stream = opened.served.stream
     monkeypatch.setattr(stream, "send", lambda *_: stream.connection.send(b"ha"))
     assert list(asked(engine, parts, 1)[1].failed) == [0]
 
