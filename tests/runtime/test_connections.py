@@ -112,6 +112,7 @@ def test_of_what_is_taken_not_a_byte_too_many_is_counted(tmp_path: Path, keyed: 
     sockets = Sockets(key_files.load(tmp_path, "a") if keyed else None, io_threads=1).borrow()
     with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "data", store_server.LIMITS) as listening:
         watched = Connections(listening, {}, pytest.fail)
+        watched.close()  # each of its checks would take what was counted
         listening.bind("tcp://127.0.0.1:*")
         endpoint = listening.get_string(zmq.LAST_ENDPOINT)
         peer, _ = sockets.connecting(zmq.DEALER, endpoint, "data", store_server.LIMITS, server="a")
@@ -129,7 +130,6 @@ def test_of_what_is_taken_not_a_byte_too_many_is_counted(tmp_path: Path, keyed: 
             assert received is not None
             # Beside the frames, what was said before the first of them.
             assert 64 <= received - counted <= 1024
-        watched.close()
     sockets.give_back()
 
 

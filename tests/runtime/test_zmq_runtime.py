@@ -323,7 +323,7 @@ def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path:
         eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
         lost, sent = threading.Event(), []
         before = left.counts.get(NOT_SENDABLE, 0)  # frames of the time before the connection
-        right.call(lambda: lost.wait(20) and None)  # b receives nothing meanwhile
+        right.call(lambda: lost.wait(60) and None)  # b receives nothing meanwhile
 
         def send_until_one_is_lost() -> None:
             while left.counts.get(NOT_SENDABLE, 0) == before and len(sent) < MANY:
@@ -332,7 +332,7 @@ def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path:
             lost.set()
 
         left.call(send_until_one_is_lost)
-        eventually(lambda: lost.is_set() and b.leases() == sent, timeout_s=20)
+        eventually(lambda: lost.is_set() and b.leases() == sent, timeout_s=60)
         assert left.counts[NOT_SENDABLE] > before
         assert left.node.session.counts["retransmits"] > 0
 
