@@ -287,8 +287,8 @@ class Balance:
             able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
         else:
             able = [member for member in able if not self._decodes.by_name[member.name].lends_only]
-            able = [member for member in able if self._decodes.left_without(member.name) is None]
             able.sort(key=self._left)
+            return next((member for member in able if self._decodes.left_without(member.name) is None), None)
         return able[0] if able else None
 
     def _left(self, member: Member) -> int:

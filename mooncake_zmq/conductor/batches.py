@@ -72,6 +72,7 @@ class Joining:
         self.handover = handover
         self.choices = choices
         self.borrower_tokens = borrower_tokens
+        self.may_borrow = choices == 1 and borrower_tokens > 0
         self.handover_s = handover_s
         self.wait_s = wait_s
         self.own_tokens = own_tokens
@@ -115,7 +116,7 @@ class Batches:
             node = self._least(joining, candidates, host, without)
         if node is not None:
             return self.promise(joining, node)
-        if joining.choices > 1 or not joining.borrower_tokens:
+        if not joining.may_borrow:
             return None
         return self._borrowing(joining, candidates, without.union(exclude)) or self._borrowing(joining, candidates, without)
 
@@ -218,8 +219,7 @@ class Batches:
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
             left_tokens = _left_tokens(joining, node) if joining.tenant in node.tenants else 0.0
-            borrows = node.borrows and joining.borrower_tokens > 0
-            is_whole = not borrows or joining.choices > 1 or joining.tenant in node.tenants
+            is_whole = not (node.borrows and joining.may_borrow) or joining.tenant in node.tenants
             fits = is_whole or joining.own_tokens <= node.own_tokens
             roomy = fits and node.has_room(joining.need_tokens, joining.choices, left_tokens)
             if fits and not roomy and (joining.wait_s > 0 or node.coming):

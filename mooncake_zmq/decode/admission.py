@@ -62,7 +62,7 @@ class Admission:
                 return []
             return [_denied(sender, message, NEWER, full=False)]
         effects = self._replace(now, current)
-        budget = self._layout.blocks_for((message.kept_tokens or message.tokens) + 1) * self._layout.block_tokens
+        budget = self._layout.blocks_for(message.handed_tokens + 1) * self._layout.block_tokens
         lent = self._borrowing.lacking(message, budget)
         lack = self._lack(budget - lent, message.tenant, borrows=self._settings.borrow and bool(message.lenders))
         reason = lack or self._refusal(sender, message, budget - lent)
@@ -101,9 +101,9 @@ class Admission:
         """Reserve the KV of a request for which there is room; `lent` tokens of it are to be at other decodes."""
         self._budget.take(message.tenant, budget - lent)
         full = message.tokens // self._layout.block_tokens
-        held, remaining = message.kept_tokens or message.tokens, message.stop.max_tokens - message.first_index
+        remaining = message.stop.max_tokens - message.first_index
         # A request that asks for many tokens must not get more than the budget can ever give it.
-        capacity = min(held + max(1, remaining) - lent, self._budget.capacity_tokens)
+        capacity = min(message.handed_tokens + max(1, remaining) - lent, self._budget.capacity_tokens)
         request = Request(
             request=message,
             prefill=prefill,
@@ -114,7 +114,7 @@ class Admission:
             lent_tokens=lent,
             selection=self._settings.choice if message.approximate and self._can_say(message.gateway) else None,
             keys=[] if lent else [*message.reuse_keys, *message.new_keys],
-            parts=[MISSING] * (self._layout.blocks_for(held) * self._layout.layers),
+            parts=[MISSING] * (self._layout.blocks_for(message.handed_tokens) * self._layout.layers),
             tail=message.tail,
             is_exact=not message.kept_tokens,
             parent=message.last_key,

@@ -212,7 +212,7 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         """Return the tokens of the prompt whose KV is handed off: all, unless others are dropped."""
-        return self.request.kept_tokens or self.request.tokens
+        return self.request.handed_tokens
 
     @property
     def position(self) -> int:

@@ -91,9 +91,9 @@ def kept_tokens(eviction: Eviction, tokens: int, received: Sums | None) -> NDArr
 def evict(sequence: SequenceKV, eviction: Eviction, sums: AttentionSums | None) -> None:
     """Keep only the KV of some tokens of a sequence that holds a whole prompt, in each layer of those chosen there. Keys stay
     rotated as they are, and what follows goes on behind the whole prompt."""
+    tokens = sequence.length
     for layer in range(len(sequence.values)):
-        kept = kept_tokens(eviction, sequence.length, None if sums is None else sums.by_layer[layer])
-        sequence.keep_rows(layer, kept)
-    dropped = sequence.length - eviction.kept
+        received = None if sums is None else sums.by_layer[layer, :tokens]
+        sequence.keep_rows(layer, kept_tokens(eviction, tokens, received))
     sequence.set_length(eviction.kept)
-    sequence.dropped += dropped
+    sequence.dropped += tokens - eviction.kept

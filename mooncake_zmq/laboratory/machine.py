@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
@@ -128,7 +129,7 @@ class ModelledMachine:
     def fence(self, generations: Sequence[tuple[int, int]]) -> None:
         """See `world.Carrier`."""
 
-    def open(self, sequence: int, capacity_tokens: int, past: bytes, dropped_tokens: int) -> None:
+    def open(self, asked: OpenSequence) -> None:
         """See `world.Carrier`."""
 
     def close(self, sequence: int) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.actor import OpenSequence, WorkDone, WorkProgress
 from mooncake_zmq.core.grammar import lark_of, schema_of
 from mooncake_zmq.core.messages import (
     LEAST_LOGPROB,
@@ -28,7 +28,6 @@ from mooncake_zmq.core.messages import (
     MAX_WEIGHT_VERSIONS,
     Hello,
     Parsers,
-    Sampling,
     TokenLogprob,
 )
 from mooncake_zmq.core.work import (
@@ -432,16 +431,7 @@ class Generation:
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None:
         raise AssertionError("no segment here")
 
-    def open_sequence(
-        self,
-        sequence: int,
-        capacity_tokens: int,
-        sampling: Sampling | None,
-        past: bytes,
-        filled_tokens: int,
-        tenant: str,
-        dropped_tokens: int,
-    ) -> None:
+    def open_sequence(self, asked: OpenSequence) -> None:
         raise AssertionError("no sequences here")
 
     def close_sequence(self, sequence: int) -> None:

@@ -43,7 +43,7 @@ from mooncake_zmq.core.actor import (
     Transmit,
 )
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import Hello, Sampling
+from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.timers import Timers
 from mooncake_zmq.core.work import Work
@@ -68,16 +68,7 @@ class WorkExecutor(Protocol):
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None: ...
-    def open_sequence(
-        self,
-        sequence: int,
-        capacity_tokens: int,
-        sampling: Sampling | None,
-        past: bytes,
-        filled_tokens: int,
-        tenant: str,
-        dropped_tokens: int,
-    ) -> None: ...
+    def open_sequence(self, asked: OpenSequence) -> None: ...
     def close_sequence(self, sequence: int) -> None: ...
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None: ...
     def forget_peer(self, name: str) -> None: ...
@@ -442,8 +433,8 @@ class ZmqRuntime:
                 self._executor.cancel(work_id)
             case Fence(generations):
                 self._executor.fence(generations)
-            case OpenSequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant, dropped_tokens):
-                self._executor.open_sequence(sequence, capacity_tokens, sampling, past, filled_tokens, tenant, dropped_tokens)
+            case OpenSequence():
+                self._executor.open_sequence(effect)
             case CloseSequence(sequence):
                 self._executor.close_sequence(sequence)
             case _:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
+from mooncake_zmq.core.actor import Event, OpenSequence, PeerDown, PeerUp
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -204,11 +204,11 @@ class Machine:
                 self.segment.flipped.discard(slot)
         return None
 
-    def open(self, sequence: int, capacity_tokens: int, past: bytes, dropped_tokens: int) -> None:
+    def open(self, asked: OpenSequence) -> None:
         """Allocate a sequence's KV."""
-        if sequence in self.sequences:
-            self.world.watcher.broken(self, f"opens sequence {sequence} twice")
-        self.sequences[sequence] = SimSequence(capacity_tokens, past, dropped=dropped_tokens)
+        if asked.sequence in self.sequences:
+            self.world.watcher.broken(self, f"opens sequence {asked.sequence} twice")
+        self.sequences[asked.sequence] = SimSequence(asked.capacity_tokens, asked.past, dropped=asked.dropped_tokens)
 
     def close(self, sequence: int) -> None:
         """Free a sequence's KV; nothing may be using it."""

@@ -71,7 +71,7 @@ class Carrier(Protocol):
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
     def fence(self, generations: Sequence[tuple[int, int]]) -> None: ...
-    def open(self, sequence: int, capacity_tokens: int, past: bytes, dropped_tokens: int) -> None: ...
+    def open(self, asked: OpenSequence) -> None: ...
     def close(self, sequence: int) -> None: ...
 
 
@@ -181,9 +181,7 @@ class World(Generic[M]):
             Start: lambda process, current, effect: current.machine.start(effect.work_id, effect.work, effect.deadline_s),
             CancelWork: lambda process, current, effect: current.machine.cancel(effect.work_id),
             Fence: lambda process, current, effect: current.machine.fence(effect.generations),
-            OpenSequence: lambda process, current, effect: current.machine.open(
-                effect.sequence, effect.capacity_tokens, effect.past, effect.dropped_tokens
-            ),
+            OpenSequence: lambda process, current, effect: current.machine.open(effect),
             CloseSequence: lambda process, current, effect: current.machine.close(effect.sequence),
             ToClient: lambda process, current, effect: self.to_client(process.name, effect.request_id, effect.output),
             Publish: lambda process, current, effect: None,

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from thread_schedule import first_failure
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlocksPulled,
@@ -114,7 +115,7 @@ def works_of_an_executor(schedule):
             return turn
 
         for sequence in (1, 2):
-            started.open_sequence(sequence, engine, 8, 0, None)
+            started.open_sequence(OpenSequence(sequence, 8), engine, None)
         for work_id, (work, turns, reads) in WORKS.items():
             job = started.add(work_id, work, schedule.now + SOON_S)
             job.conclude = lambda: BlocksPulled((), ())

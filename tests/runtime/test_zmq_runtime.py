@@ -25,6 +25,7 @@ from mooncake_zmq.core.actor import (
     Effect,
     Event,
     Fence,
+    OpenSequence,
     PeerDown,
     PeerUp,
     Received,
@@ -35,7 +36,7 @@ from mooncake_zmq.core.actor import (
     TimerFired,
     WorkDone,
 )
-from mooncake_zmq.core.messages import Hello, ReleaseLease, Sampling
+from mooncake_zmq.core.messages import Hello, ReleaseLease
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
@@ -374,9 +375,7 @@ class Threads:
     def fence(self, generations: Any) -> None:
         self.calls.append(("fence", generations))
 
-    def open_sequence(
-        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int, tenant: str
-    ) -> None: ...
+    def open_sequence(self, asked: OpenSequence) -> None: ...
 
     def close_sequence(self, sequence: int) -> None: ...
 

@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 from segment_bytes import slot_bytes
 
-from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.actor import OpenSequence, WorkDone, WorkProgress
 from mooncake_zmq.core.messages import Hello, Sampling, SegmentRef, SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -163,7 +163,7 @@ class Rig:
 
     def prefill(self, sequence=1, slots=(0, 1, 2, 3)):
         """Prefill PROMPT in two chunks into `slots`: the references and the first token."""
-        self.executor.open_sequence(sequence, 32)
+        self.executor.open_sequence(OpenSequence(sequence, 32))
         grants = self.grants(*slots)
         first = self.result(self.compute(sequence, 0, PROMPT[:8], outputs=grants[:2]))
         second = self.result(self.compute(sequence, 8, PROMPT[8:], outputs=grants[2:], sampling=GREEDY))
@@ -252,7 +252,7 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
     token, more = reference()
     refs, _ = source.prefill()
     rig.meet(source)
-    rig.executor.open_sequence(9, 32)
+    rig.executor.open_sequence(OpenSequence(9, 32))
     outputs = rig.grants(8)
     work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3]), outputs=outputs, sampling=GREEDY)
     result = rig.result(work)
@@ -268,7 +268,7 @@ def test_a_computed_head_and_a_loaded_tail_give_the_same_tokens(make_rig):
     rig = make_rig("a")
     token, more = reference()
     refs, _ = rig.prefill()
-    rig.executor.open_sequence(9, 32)
+    rig.executor.open_sequence(OpenSequence(9, 32))
     assert rig.result(rig.compute(9, 0, PROMPT[:4], outputs=rig.grants(8))).checksums == (refs[0].checksum,)
     work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3])[1:], outputs=rig.grants(9), sampling=GREEDY)
     result = rig.result(work)
@@ -280,7 +280,7 @@ def test_a_sequence_hears_how_much_of_it_will_be_filled(make_rig, monkeypatch):
     rig = make_rig("a")
     told = []
     monkeypatch.setattr(SequenceKV, "expect", lambda self, tokens: told.append((self.capacity, tokens)))
-    rig.executor.open_sequence(1, 32, GREEDY, b"", 20)
+    rig.executor.open_sequence(OpenSequence(1, 32, GREEDY, b"", 20))
     assert told == [(32, 20)]
 
 
@@ -292,7 +292,7 @@ def test_the_layers_of_a_short_chunk_are_told_with_its_result_alone(make_rig):
 
 def test_of_a_long_chunk_the_last_layer_is_told_at_once_however_lately_another_was(make_rig, monkeypatch):
     rig = make_rig("a", progress_s=40.0)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     work = ComputeChunk(1, 0, PROMPT[:8].tobytes(), (), tuple(rig.grants(0, 1)), None, math.inf)
     job = Job(1, work, math.inf, sequences={1: rig.executor._works.sequences[1]})
     clock = SimpleNamespace(monotonic=partial(next, count(0.0, 10.0)), perf_counter=time.perf_counter)
@@ -307,7 +307,7 @@ def test_loading_a_band_of_layers_overlaps_with_computing_the_one_before(make_ri
     source, rig = make_rig("a"), make_rig("b")
     refs, token = source.prefill()
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     computed_at_load = {}
 
     def load_late(loads, sequence, **options):
@@ -330,7 +330,7 @@ def test_a_decode_pulls_what_a_prefill_wrote(make_rig, host):
     token, more = reference()
     refs, _ = source.prefill()
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     result = rig.run(PullBlocks(1, loads(refs)))
     assert isinstance(result, BlocksPulled)
     assert result.failed == ()
@@ -349,7 +349,7 @@ def test_a_decode_pulls_layers_before_the_commit(make_rig, host):
     refs, _ = source.prefill()
     source.executor.fence([(refs[0].slot, refs[0].generation)])
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     for layer in range(3):
         result = rig.run(PullBlocks(1, loads([opened(ref) for ref in refs], layers=range(layer, layer + 1))))
         assert [(block, at) for block, at, _ in result.parts] == [(block, layer) for block in range(4)]
@@ -359,7 +359,7 @@ def test_a_decode_pulls_layers_before_the_commit(make_rig, host):
 def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_told(make_rig):
     sampling = Sampling(repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2, prompt_tokens=len(PROMPT))
     rig = make_rig("a")
-    rig.executor.open_sequence(1, 32, sampling, sampling.past(PROMPT.tobytes()))
+    rig.executor.open_sequence(OpenSequence(1, 32, sampling, sampling.past(PROMPT.tobytes())))
     chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
     answer, told = [chunk.token], [chunk.logprob]
     for position in range(len(PROMPT), len(PROMPT) + 6):
@@ -367,12 +367,12 @@ def test_penalties_read_the_prompt_and_what_was_decoded_and_probabilities_are_to
         answer.append(step.tokens[0][0])
         told.append(step.logprobs[0][0])
     resumed = np.append(PROMPT, answer[:3]).astype(np.int32)
-    rig.executor.open_sequence(2, 32, sampling, sampling.past(resumed.tobytes()))
+    rig.executor.open_sequence(OpenSequence(2, 32, sampling, sampling.past(resumed.tobytes())))
     again = rig.result(rig.compute(2, 0, resumed, sampling=sampling))
     assert (again.token, again.logprob) == (answer[3], told[3])
     run = rig.run(DecodeStep((StepEntry(2, answer[3], len(resumed), sampling),), steps=3))
     assert [row[0] for row in run.tokens] == answer[4:]
-    rig.executor.open_sequence(3, 32, GREEDY)
+    rig.executor.open_sequence(OpenSequence(3, 32, GREEDY))
     plain = rig.result(rig.compute(3, 0, PROMPT, sampling=GREEDY))
     assert plain.logprob is None
     assert rig.run(DecodeStep((StepEntry(3, plain.token, len(PROMPT), GREEDY),))).logprobs == ()
@@ -382,7 +382,7 @@ def constrained(make_rig, grammar, **asked):
     """A rig, its sampling, and the first token of an answer."""
     sampling = Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT), **asked)
     rig = make_rig("a", grammars=Grammars("toy", 512))
-    rig.executor.open_sequence(1, 64, sampling, sampling.past(PROMPT.tobytes()))
+    rig.executor.open_sequence(OpenSequence(1, 64, sampling, sampling.past(PROMPT.tobytes())))
     ((token, _),) = rig.first(1, PROMPT, sampling)
     return rig, sampling, token
 
@@ -394,14 +394,14 @@ def test_an_answer_with_a_constraint_follows_it_wherever_it_goes_on(make_rig):
     assert answer[7:] == [256] * 3, "nothing but ends follow"
     for cut in (1, 4, 7):
         resumed = np.append(PROMPT, answer[:cut]).astype(np.int32)
-        rig.executor.open_sequence(10 + cut, 64, sampling, sampling.past(resumed.tobytes()))
+        rig.executor.open_sequence(OpenSequence(10 + cut, 64, sampling, sampling.past(resumed.tobytes())))
         ((token, _),) = rig.first(10 + cut, resumed, sampling)
         assert token == answer[cut]
 
 
 def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     rig, sampling, first = constrained(make_rig, 'start: ("a"{1,1000}){1,1000}', logit_bias=((ord("a"), 100.0),))
-    rig.executor.open_sequence(2, 64)
+    rig.executor.open_sequence(OpenSequence(2, 64))
     other = rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY))
     entries = StepEntry(1, first, len(PROMPT), sampling, TIMEOUT_S), StepEntry(2, other.token, len(PROMPT), GREEDY)
     run = rig.run(DecodeStep(entries, steps=40))
@@ -409,7 +409,7 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     assert 1 < len(run.tokens) < 40
     assert [row[1] for row in run.tokens][:STEPS] == reference()[1][: len(run.tokens)]
     nonsense = Sampling(constraint=b"{", prompt_tokens=len(PROMPT))
-    rig.executor.open_sequence(3, 64, nonsense, b"")
+    rig.executor.open_sequence(OpenSequence(3, 64, nonsense, b""))
     failed = rig.first(3, PROMPT, nonsense)
     assert isinstance(failed, WorkFailed)
     assert failed.reason.startswith("constraint: ")
@@ -421,7 +421,7 @@ def test_logits_that_are_no_numbers_fail_their_answer_alone(make_rig, monkeypatc
     rig, sampling = make_rig("a"), Sampling(temperature=temperature, logprobs=1)
     tokens, expected = [], reference()[1]
     for sequence in (1, 2):
-        rig.executor.open_sequence(sequence, 64)
+        rig.executor.open_sequence(OpenSequence(sequence, 64))
         tokens.append(rig.first(sequence, PROMPT, GREEDY)[0][0])
     decode, steps = ToyEngine.decode, count()
 
@@ -436,9 +436,9 @@ def test_logits_that_are_no_numbers_fail_their_answer_alone(make_rig, monkeypatc
     assert run.failed == ((0, WorkFailed("the model computed no finite logits", stuck=True)),)
     assert [row[1] for row in run.tokens] == expected[:2]
     monkeypatch.setattr(ToyEngine, "_logits", lambda *_: np.full(ToyEngine().spec.vocab_size, np.nan, np.float32))
-    rig.executor.open_sequence(3, 64)
+    rig.executor.open_sequence(OpenSequence(3, 64))
     assert rig.first(3, PROMPT, sampling) == WorkFailed("the model computed no finite logits", stuck=True)
-    rig.executor.open_sequence(4, 64)
+    rig.executor.open_sequence(OpenSequence(4, 64))
     work = ComputeChunk(4, 0, PROMPT.tobytes(), (), (), None, prompt_logprobs=3)
     assert rig.run(work) == WorkFailed("the model computed no finite logits", stuck=True)
 
@@ -467,7 +467,7 @@ def slow(monkeypatch):
 
 def entered(rig, sequence, grammar):
     sampling = GREEDY if grammar is None else Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT))
-    rig.executor.open_sequence(sequence, 64, sampling, sampling.past(PROMPT.tobytes()) if grammar else b"")
+    rig.executor.open_sequence(OpenSequence(sequence, 64, sampling, sampling.past(PROMPT.tobytes()) if grammar else b""))
     chunk = rig.result(rig.compute(sequence, 0, PROMPT, sampling=None if grammar else GREEDY))
     waits_s = TIMEOUT_S if grammar and "slow" not in grammar else 0.0
     return StepEntry(sequence, ord("s") if grammar else chunk.token, len(PROMPT), sampling, waits_s)
@@ -494,14 +494,14 @@ def test_an_answer_whose_grammar_is_not_ready_stops_nobody_and_gets_its_token_wh
 def test_a_prompt_whose_grammar_is_not_ready_stops_no_other_and_is_sampled_without_its_kv(make_rig, slow):
     rig = make_rig("a", grammars=Grammars("toy", 512))
     sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
-    rig.executor.open_sequence(1, 64, sampling)
+    rig.executor.open_sequence(OpenSequence(1, 64, sampling))
     chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
     assert (chunk.token, chunk.others) == (None, ())
     late = rig.start(SampleTokens(1))
     opened = rig.executor._works.sequences[1]
     rig.executor.close_sequence(1)
     assert opened.memory is None, "its memory is free at once"
-    rig.executor.open_sequence(2, 64)
+    rig.executor.open_sequence(OpenSequence(2, 64))
     assert rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY)).token == reference()[0]
     slow()
     assert rig.result(late) == TokensSampled(((ord("s"), None),))
@@ -511,7 +511,7 @@ def test_a_prompt_whose_grammar_is_not_ready_stops_no_other_and_is_sampled_witho
 def test_what_waits_for_a_grammar_ends_when_it_is_to(make_rig, slow, end):
     rig = make_rig("a", grammars=Grammars("toy", 512))
     sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
-    rig.executor.open_sequence(1, 64, sampling)
+    rig.executor.open_sequence(OpenSequence(1, 64, sampling))
     rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
     late = rig.start(SampleTokens(1), 0.05 if end == "deadline" else TIMEOUT_S)
     rig.executor.close_sequence(1)
@@ -541,7 +541,7 @@ def test_a_sampler_that_is_closed_ends_after_the_last_job_that_was_stopped():
 def test_a_first_token_is_waited_for_as_long_as_any_other(make_rig, slow, monkeypatch):
     rig = make_rig("a", grammars=Grammars("toy", 512))
     sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
-    rig.executor.open_sequence(1, 64, sampling)
+    rig.executor.open_sequence(OpenSequence(1, 64, sampling))
     rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
     monkeypatch.setattr(grammars_module, "MAX_WAIT_S", 0.05)
     failed = rig.run(SampleTokens(1))
@@ -562,12 +562,12 @@ def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
     sampling = Sampling(temperature=1.0, seed=5, logprobs=1, prompt_tokens=len(PROMPT))
     rig = make_rig("a")
     for sequence in (1, 2, 3):
-        rig.executor.open_sequence(sequence, 32, sampling)
+        rig.executor.open_sequence(OpenSequence(sequence, 32, sampling))
     work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(6, 7))
     chunk = rig.result(rig.start(work, TIMEOUT_S))
     alone = []
     for seed in (5, 6, 7):
-        rig.executor.open_sequence(10 + seed, 32, sampling)
+        rig.executor.open_sequence(OpenSequence(10 + seed, 32, sampling))
         own = structs.replace(sampling, seed=seed)
         result = rig.result(rig.compute(10 + seed, 0, PROMPT, sampling=own))
         alone.append((result.token, result.logprob))
@@ -586,9 +586,9 @@ def test_choices_are_sampled_by_their_seeds_and_go_on_from_copies(make_rig):
 def test_a_copy_without_memory_keeps_no_other_from_being_made(make_rig, monkeypatch):
     rig = make_rig("a")
     for sequence in (1, 3):
-        rig.executor.open_sequence(sequence, 32)
+        rig.executor.open_sequence(OpenSequence(sequence, 32))
     monkeypatch.setattr(ToyEngine, "new_sequence", Mock(side_effect=MemoryError))
-    rig.executor.open_sequence(2, 32)
+    rig.executor.open_sequence(OpenSequence(2, 32))
     chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=GREEDY))
     assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked((2,))
     steps = [rig.run(DecodeStep((StepEntry(each, chunk.token, len(PROMPT), GREEDY),))) for each in (1, 3)]
@@ -600,7 +600,7 @@ def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):
     sampling = Sampling(temperature=5.0, constraint=of_lark("start: /[a-z]{6}/"), prompt_tokens=len(PROMPT))
     rig = make_rig("a", grammars=Grammars("toy", 512))
     for sequence in (1, 2, 3):
-        rig.executor.open_sequence(sequence, 32, sampling)
+        rig.executor.open_sequence(OpenSequence(sequence, 32, sampling))
     firsts = [token for token, _ in rig.first(1, PROMPT, sampling, seeds=(1, 2))]
     assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
     choices = [structs.replace(sampling, seed=seed) for seed in range(3)]
@@ -617,7 +617,7 @@ def test_a_prompts_probabilities_are_told_chunk_by_chunk(make_rig, cut):
     rig, engine = make_rig("a"), ToyEngine()
     logits = engine.prefill(engine.new_sequence(32), PROMPT, logits_at=range(len(PROMPT)))
     expected = [logprob(row, int(token), 3) for row, token in zip(logits, PROMPT[1:], strict=False)]
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     told, token = [], None
     for start, stop in ((0, cut), (cut, len(PROMPT))):
         if start < stop:
@@ -638,11 +638,11 @@ def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
     slot_bytes(source.segment, refs[1].slot)[3] ^= 1
     source.grants(refs[2].slot)
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     result = rig.run(PullBlocks(1, loads(refs)))
     assert (result.failed, result.corrupt) == ((1, 2), (1,)), "the other was only taken away"
     assert {block for block, _, _ in result.parts} == {0, 3}
-    rig.executor.open_sequence(2, 32)
+    rig.executor.open_sequence(OpenSequence(2, 32))
     work = rig.compute(2, 12, PROMPT[12:], prefix=loads(refs[:3]), sampling=GREEDY)
     chunk = rig.result(work)
     assert isinstance(chunk, ChunkComputed)
@@ -655,7 +655,7 @@ def test_failed_blocks_are_named_and_the_others_arrive(make_rig, host):
 def test_sources_of_unknown_or_dead_lives_fail_per_block(make_rig, make_segment, tmp_path):
     source, rig = make_rig("a"), make_rig("b")
     refs, _ = source.prefill()
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
     rig.meet(source)
     os.rename(source.segment.path, tmp_path / "away")
@@ -674,7 +674,7 @@ def test_a_remote_source_that_is_forgotten_fails_at_once(make_rig):
     refs, _ = source.prefill()
     rig.meet(source)
     rig.executor.forget_peer("a")
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     assert rig.run(PullBlocks(1, loads(refs))).failed == (0, 1, 2, 3)
 
 
@@ -693,7 +693,7 @@ def test_puts_to_a_neighbours_slots(make_rig):
     stored = pool.commit(grants[:2], result.checksums[:2])
     reader = make_rig("c")
     reader.meet(pool)
-    reader.executor.open_sequence(1, 32)
+    reader.executor.open_sequence(OpenSequence(1, 32))
     assert reader.run(PullBlocks(1, loads(stored))).failed == ()
 
 
@@ -707,7 +707,7 @@ def test_fetches_from_another_host_into_own_slots(make_rig):
     result = pool.run(CopyBlocks(((refs[0], grants[0]), (refs[1], grants[1]), (refs[2], void), (refs[3], grants[2]))))
     assert result == BlocksCopied((refs[0].checksum, None, None, refs[3].checksum), (1,))
     (stored, _) = pool.commit((grants[0], grants[2]), (refs[0].checksum, refs[3].checksum))
-    pool.executor.open_sequence(1, 32)
+    pool.executor.open_sequence(OpenSequence(1, 32))
     assert pool.run(PullBlocks(1, loads([stored]))).failed == ()
 
 
@@ -754,7 +754,7 @@ def test_a_cancelled_run_of_steps_ends_at_its_next_border_and_has_not_failed(mak
     rig = make_rig("a", engine=engine)
     first, more = reference()
     rig.prefill(1, (0, 1, 2, 3))
-    rig.executor.open_sequence(2, 32)
+    rig.executor.open_sequence(OpenSequence(2, 32))
     engine.entered.clear()
     engine.go.clear()
     chunk = rig.compute(2, 0, PROMPT, sampling=GREEDY)
@@ -769,7 +769,7 @@ def test_a_cancelled_run_of_steps_ends_at_its_next_border_and_has_not_failed(mak
 def test_late_and_cancelled_works_fail(make_rig):
     engine = GatedEngine()
     rig = make_rig("a", engine=engine)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     running = rig.compute(1, 0, PROMPT, sampling=GREEDY)
     assert engine.entered.wait(TIMEOUT_S)
     late = rig.start(DecodeStep((StepEntry(1, 1, 14, GREEDY),)), deadline_s=0.0)
@@ -792,7 +792,7 @@ def test_a_cancelled_chunk_frees_the_compute_thread_while_its_load_still_runs(ma
     refs, token = source.prefill()
     rig.meet(source)
     for sequence in (1, 2):
-        rig.executor.open_sequence(sequence, 32)
+        rig.executor.open_sequence(OpenSequence(sequence, 32))
     loading, go = threading.Event(), threading.Event()
 
     def load_slowly(*args, **options):
@@ -830,7 +830,7 @@ def test_a_chunk_does_not_wait_for_ever_for_its_prefix(make_rig, how, reason):
     refs, _ = source.prefill()
     source.server = SilentServer()
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), deadline_s=0.2 if how == "deadline" else TIMEOUT_S)
     pull = rig.start(PullBlocks(1, loads(refs)), deadline_s=0.2 if how == "deadline" else TIMEOUT_S)
     if how == "cancel":
@@ -849,7 +849,7 @@ def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none(make_rig, monke
     refs, _ = source.prefill()
     source.server = SilentServer()
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
 
     def load_slowly(*args, **options):
         time.sleep(0.3)
@@ -866,7 +866,7 @@ def test_after_a_crash_of_the_reader_works_still_end_and_closing_tells_no_other_
     source, rig = make_rig("a", host="there", serve=True), make_rig("b")
     refs, _ = source.prefill()
     rig.meet(source)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
 
     def broken(*_):
         raise ArithmeticError("planted")
@@ -887,8 +887,8 @@ def test_slow_remote_reads_do_not_hold_up_local_ones(make_rig):
     near_refs, _ = near.prefill()
     far.server = SilentServer()
     rig.meet(far, near)
-    rig.executor.open_sequence(1, 32)
-    rig.executor.open_sequence(2, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
+    rig.executor.open_sequence(OpenSequence(2, 32))
     slow = rig.start(PullBlocks(1, loads(far_refs)))
     assert rig.run(PullBlocks(2, loads(near_refs))).failed == ()
     assert not any(isinstance(event, WorkDone) and event.work_id == slow for event in rig.events)
@@ -898,7 +898,7 @@ def test_slow_remote_reads_do_not_hold_up_local_ones(make_rig):
 
 def test_an_output_slot_that_was_taken_away_ends_the_chunk(make_rig):
     rig = make_rig("a")
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     (grant,) = rig.grants(0)
     rig.executor.fence([(0, 5)])
     assert rig.result(rig.compute(1, 0, PROMPT[:4], outputs=(grant,))) == WorkFailed("output slot 0 is no longer granted")
@@ -907,7 +907,7 @@ def test_an_output_slot_that_was_taken_away_ends_the_chunk(make_rig):
 def test_a_sequence_is_freed_after_its_last_work(make_rig):
     engine = GatedEngine()
     rig = make_rig("a", engine=engine)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     work = rig.compute(1, 0, PROMPT, sampling=GREEDY)
     assert engine.entered.wait(TIMEOUT_S)
     rig.executor.close_sequence(1)
@@ -918,7 +918,7 @@ def test_a_sequence_is_freed_after_its_last_work(make_rig):
     with pytest.raises(KeyError):
         rig.start(PullBlocks(1, ()))
     rig.next_id -= 1
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
 
 
 class BrokenEngine(ToyEngine):
@@ -941,7 +941,7 @@ def test_who_computes_does_not_push_aside_who_speaks(make_rig):
 
 def test_a_bug_ends_the_work_and_is_told(make_rig, crashes):
     rig = make_rig("a", engine=BrokenEngine())
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     result = rig.result(rig.compute(1, 0, PROMPT))
     assert isinstance(result, WorkFailed)
     assert "planted" in result.reason
@@ -956,7 +956,7 @@ def test_a_bug_is_told_whatever_becomes_of_the_log(make_rig, crashes, monkeypatc
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(worker, "log", SimpleNamespace(critical=full))
     rig = make_rig("a", engine=BrokenEngine())
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     assert isinstance(rig.result(rig.compute(1, 0, PROMPT)), WorkFailed)
     rig.executor.close()
     assert isinstance(crashes.pop(), ArithmeticError)
@@ -969,7 +969,7 @@ def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, t
         near = Rig("n", make_segment("n"), crashes, tmp_path)
         refs, _ = source.prefill()
         rig.meet(source, near)
-        rig.executor.open_sequence(1, 32)
+        rig.executor.open_sequence(OpenSequence(1, 32))
         assert rig.run(PullBlocks(1, loads(refs))).failed == ()
         near_refs, _ = near.prefill()
         assert rig.run(PullBlocks(1, loads(near_refs))).failed == ()

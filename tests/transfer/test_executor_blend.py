@@ -5,6 +5,7 @@ import pytest
 from segment_bytes import slot_bytes
 from test_executor import GREEDY, Rig
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.work import BlockLoad, ChunkComputed, ComputeChunk, ReusedPart, WorkFailed
 from mooncake_zmq.engine import blend, weights
 from mooncake_zmq.engine.blend import CACHEBLEND, moved_run, prefill_blended, read_kv, why_not
@@ -54,7 +55,7 @@ def rig(engine, codec, make_segment, crashes, tmp_path):
 
 def computed_first(rig):
     """The committed blocks of FIRST."""
-    rig.executor.open_sequence(1, len(FIRST))
+    rig.executor.open_sequence(OpenSequence(1, len(FIRST)))
     grants = rig.grants(*range(7))
     chunk = rig.result(rig.compute(1, 0, FIRST, outputs=grants))
     return rig.commit(grants, chunk.checksums)
@@ -62,7 +63,7 @@ def computed_first(rig):
 
 def start_blended(rig, refs, again):
     """Start SHUFFLED behind SYSTEM; returns the work and the slots that it writes."""
-    rig.executor.open_sequence(2, (BLOCKS + 5) * B, filled_tokens=len(SHUFFLED))
+    rig.executor.open_sequence(OpenSequence(2, (BLOCKS + 5) * B, filled_tokens=len(SHUFFLED)))
     outputs = rig.grants(*range(8, 8 + BLOCKS - 2))
     layers = rig.segment.layout.layers
     places = [*enumerate(refs[:2]), *enumerate([*refs[5:], *refs[2:5]], BLOCKS)]

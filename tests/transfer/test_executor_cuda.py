@@ -7,7 +7,7 @@ import pytest
 from cuda_stand_in import Gpu
 from test_executor import GREEDY, PROMPT, Rig, loads, opened, reference
 
-from mooncake_zmq.core.actor import WorkDone
+from mooncake_zmq.core.actor import OpenSequence, WorkDone
 from mooncake_zmq.core.messages import SegmentRef
 from mooncake_zmq.core.work import (
     BlocksCopied,
@@ -104,7 +104,7 @@ def test_copies_of_a_sequence_go_on_as_it_does(make_rig):
     token, more = reference()
     rig.prefill()
     for sequence in (2, 3):
-        rig.executor.open_sequence(sequence, 32)
+        rig.executor.open_sequence(OpenSequence(sequence, 32))
     assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
     assert [rig.decode(sequence, token) for sequence in (1, 3, 2)] == [more] * 3
 
@@ -118,7 +118,7 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, source, target, verify_
     token, more = reference()
     refs, _ = a.prefill()
     rig.meet(a)
-    rig.executor.open_sequence(9, 32)
+    rig.executor.open_sequence(OpenSequence(9, 32))
     outputs = rig.grants(8)
     work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3]), outputs=outputs, sampling=GREEDY)
     result = rig.result(work)
@@ -138,7 +138,7 @@ def test_a_decode_pulls_what_a_prefill_wrote(make_rig, source, target, host, com
     if not committed:
         refs = [opened(ref) for ref in refs]
     rig.meet(a)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     result = rig.run(PullBlocks(1, loads(refs)))
     assert isinstance(result, BlocksPulled)
     assert (result.failed, len(result.parts)) == ((), 12)
@@ -152,7 +152,7 @@ def test_layers_that_come_in_frames_reach_the_device(make_rig):
     token, more = reference()
     refs, _ = a.prefill()
     rig.meet(a)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     work = rig.compute(1, 12, PROMPT[12:], prefix=loads(refs[:3]), outputs=rig.grants(8), sampling=GREEDY)
     assert rig.result(work).token == token
     assert rig.decode(1, token) == more
@@ -172,7 +172,7 @@ def test_blocks_go_to_the_pool_and_come_back(make_rig, prefill):
     assert isinstance(result, BlocksCopied)
     assert result.checksums == tuple(ref.checksum for ref in refs[:3])
     pooled = pool.commit(grants, result.checksums)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     work = rig.compute(1, 12, PROMPT[12:], prefix=loads(pooled), outputs=rig.grants(8), sampling=GREEDY)
     assert rig.result(work).token == token
     assert rig.decode(1, token) == more
@@ -193,7 +193,7 @@ def test_no_put_pins_the_pool_on_the_runtimes_thread(make_rig, source):
     assert bool(rig.cuda.counts["pinned_bytes"]) == (source != "far"), "frames are put there by the host"
     if source == "far":
         (pooled,) = pool.commit(grants, result.checksums)
-        rig.executor.open_sequence(1, 32)
+        rig.executor.open_sequence(OpenSequence(1, 32))
         assert rig.run(PullBlocks(1, loads([pooled]))).failed == ()
         assert rig.cuda.counts["pinned_bytes"], "at the first copy of the GPU's"
         assert threading.current_thread() not in rig.cuda.xp.runtime.registering_threads
@@ -203,7 +203,7 @@ def test_a_sequence_without_memory_fails_its_works_and_no_others(make_rig):
     rig = make_rig("a", "gpu")
     free = rig.cuda.xp.runtime.free_bytes
     rig.cuda.xp.runtime.free_bytes = 10
-    rig.executor.open_sequence(7, 32)
+    rig.executor.open_sequence(OpenSequence(7, 32))
     rig.cuda.xp.runtime.free_bytes = free
     failed = rig.result(rig.compute(7, 0, PROMPT[:4], outputs=rig.grants(9)))
     assert failed == WorkFailed("no memory for the sequence")
@@ -215,7 +215,7 @@ def test_a_sequence_without_memory_fails_its_works_and_no_others(make_rig):
 
 def test_memory_that_runs_out_in_a_chunk_fails_the_chunk(make_rig, monkeypatch):
     rig = make_rig("a", "gpu")
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     monkeypatch.setattr(rig.executor._engine, "prefill", lambda *_arguments, **_options: rig.cuda.xp.empty(2 << 30))
     failed = rig.result(rig.compute(1, 0, PROMPT[:4], outputs=rig.grants(9)))
     assert isinstance(failed, WorkFailed)
@@ -228,7 +228,7 @@ def test_a_gpu_that_the_decode_does_not_see_is_read_over_its_server(make_rig, ma
     token, more = reference()
     refs, _ = a.prefill()
     rig.meet(a)
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     assert rig.run(PullBlocks(1, loads(refs))).failed == ()
     assert rig.decode(1, token) == more
     assert rig.executor.read_counts["reads"] == 4
@@ -238,7 +238,7 @@ def test_a_restarted_prefill_is_read_by_its_new_handle_alone(make_rig):
     a, rig = make_rig("a", "gpu"), make_rig("b", "pinned")
     rig.meet(a)
     refs, _ = a.prefill()
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     rig.executor.forget_peer("a")
     gc.collect()
     assert rig.cuda.counts["opened"] == rig.cuda.counts["closed"] == 1

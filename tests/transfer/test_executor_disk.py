@@ -11,7 +11,7 @@ from msgspec import structs
 from segment_bytes import slot_bytes
 from test_executor import TIMEOUT_S, Rig
 
-from mooncake_zmq.core.actor import WorkDone
+from mooncake_zmq.core.actor import OpenSequence, WorkDone
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -92,7 +92,7 @@ def test_blocks_go_to_disk_and_come_back_into_granted_slots(rig, refs, disk):
     for ref, grant in zip(refs, grants, strict=True):
         assert slot_bytes(rig.segment, grant.slot) == slot_bytes(rig.segment, ref.slot)
         assert rig.segment.parts(grant.slot).tolist() == rig.segment.parts(ref.slot).tolist()
-    rig.executor.open_sequence(1, 32)
+    rig.executor.open_sequence(OpenSequence(1, 32))
     promoted = rig.commit(grants, [ref.checksum for ref in refs])
     pulled = rig.run(PullBlocks(1, (BlockLoad(0, promoted[0], 0, 3, 4),)))
     assert isinstance(pulled, BlocksPulled)
@@ -314,7 +314,7 @@ def test_without_local_verification_only_generations_are_checked_of_committed_bl
     for node, good in ((rig, False), (trusting, True)):
         ref = fill(node.segment, 0)
         slot_bytes(node.segment, 0)[0] ^= 1
-        node.executor.open_sequence(1, 32)
+        node.executor.open_sequence(OpenSequence(1, 32))
         committed, open_ref = ref, altered(ref, generation=1, checksum=0)
         gone = altered(ref, generation=4)
         results = [node.run(PullBlocks(1, (BlockLoad(0, source, 0, 3, 4),))) for source in (committed, open_ref, gone)]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_executor import GREEDY, Rig
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.work import (
     BlockLoad,
     BorrowParts,
@@ -67,7 +68,7 @@ def rigs(engine, make_segment, crashes, tmp_path):
 def prefilled(rigs, engine):
     """The blocks of PROMPT in the slab of a prefill, its first token, and those that follow."""
     rig = rigs["p"]
-    rig.executor.open_sequence(1, len(PROMPT) + STEPS)
+    rig.executor.open_sequence(OpenSequence(1, len(PROMPT) + STEPS))
     grants = rig.grants(*range(6))
     chunk = rig.result(rig.compute(1, 0, PROMPT, outputs=grants, sampling=GREEDY))
     refs = rig.commit(grants, chunk.checksums)
@@ -86,7 +87,7 @@ def pull(rig, sequence, refs):
 
 
 def lend(rig, refs):
-    rig.executor.open_sequence(7, len(refs) * B)
+    rig.executor.open_sequence(OpenSequence(7, len(refs) * B))
     lent = rig.run(LendSequence(7))
     assert isinstance(lent, SequenceLent)
     pull(rig, 7, refs)
@@ -95,14 +96,14 @@ def lend(rig, refs):
 
 def borrow(rigs, refs, sequence=1):
     parts = tuple(lend(rigs[name], [refs[block] for block in blocks]) for name, blocks in LENDERS.items())
-    rigs["me"].executor.open_sequence(sequence, len(PROMPT) - 3 * B + STEPS)
+    rigs["me"].executor.open_sequence(OpenSequence(sequence, len(PROMPT) - 3 * B + STEPS))
     assert rigs["me"].run(BorrowParts(sequence, parts)) == Done()
     pull(rigs["me"], sequence, refs[3:])
     return parts
 
 
 def whole(rigs, refs, sequence=2):
-    rigs["me"].executor.open_sequence(sequence, len(PROMPT) + STEPS)
+    rigs["me"].executor.open_sequence(OpenSequence(sequence, len(PROMPT) + STEPS))
     pull(rigs["me"], sequence, refs)
 
 
@@ -155,7 +156,7 @@ def test_a_lender_that_is_gone_is_not_connected(rigs, prefilled):
     refs, _ = prefilled
     part = lend(rigs["d1"], refs[:2])
     rigs["d1"].executor.close()
-    rigs["me"].executor.open_sequence(1, len(PROMPT))
+    rigs["me"].executor.open_sequence(OpenSequence(1, len(PROMPT)))
     result = rigs["me"].run(BorrowParts(1, (part,)))
     assert isinstance(result, WorkFailed)
     assert result.avoid == "d1"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_executor import GREEDY, PROMPT, TIMEOUT_S, make_rig, reference
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -38,7 +39,7 @@ class Stage:
         self.rig, self.layers = rig, stage_layers(3, stage, stages)
         self.last = stage == stages - 1
         self.grants = rig.grants(0, 1, 2, 3)
-        rig.executor.open_sequence(1, 32)
+        rig.executor.open_sequence(OpenSequence(1, 32))
 
     def work(self, start, stop, entering=(), prefix=()):
         layout = self.rig.segment.layout
@@ -82,7 +83,7 @@ def test_stages_compute_what_one_node_computes(make_rig, stages, hosts):
             entering, token = refs(work.outgoing), result.token
     first, more = reference()
     assert token == first
-    decode.executor.open_sequence(1, 32)
+    decode.executor.open_sequence(OpenSequence(1, 32))
     loads = [
         BlockLoad(block, ref, stage.layers.start, stage.layers.stop, min(4, len(PROMPT) - 4 * block))
         for stage in pipeline

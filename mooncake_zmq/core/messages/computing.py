@@ -268,6 +268,11 @@ class ReserveDecode(TaggedRecord, frozen=True):
     """Number of `tokens` whose KV is handed off, where that of the others is dropped: nothing of it is exact then, or gets a
     key. 0: all."""
 
+    @property
+    def handed_tokens(self) -> int:
+        """Number of `tokens` whose KV is handed off."""
+        return self.kept_tokens or self.tokens
+
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
 

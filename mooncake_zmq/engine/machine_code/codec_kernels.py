@@ -130,9 +130,8 @@ def _code_of(number, step):
 def _level_code_of(number, step):
     """Return the code of 4 bits of a number."""
     scaled = number * step
-    return np.int32(
-        min(max(scaled * (STEEP_PART - BENT_PART * abs(scaled)) + np.float32(8.0), np.float32(0.0)), np.float32(15.0))
-    )
+    code = scaled * (STEEP_PART - BENT_PART * abs(scaled)) + np.float32(8.0)
+    return np.int32(min(max(code, np.float32(0.0)), np.float32(15.0)))
 
 
 @njit(**OPTIONS, inline="always")

@@ -37,7 +37,7 @@ from mooncake_zmq.engine.selection.few_of_many import FewOfMany
 from mooncake_zmq.engine.selection.kinds import selected
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.runtime.executor.jobs import Job, OpenSequence, Stopped, Subtasks, Unsampled
+from mooncake_zmq.runtime.executor.jobs import Job, OpenedSequence, Stopped, Subtasks, Unsampled
 from mooncake_zmq.runtime.executor.load_records import PrefixFailed, split_failures
 from mooncake_zmq.runtime.executor.loads import Loads
 from mooncake_zmq.runtime.executor.worker import Worker
@@ -345,7 +345,7 @@ class Compute:
         return self._engine.decode_elsewhere(whole, tokens, elsewhere)
 
 
-def _running(opened: OpenSequence, entry: StepEntry) -> SequenceKV | FewOfMany:
+def _running(opened: OpenedSequence, entry: StepEntry) -> SequenceKV | FewOfMany:
     """Return what a step reads and appends to."""
     if opened.few is not None:
         assert opened.few.position == entry.position, "what a choice is made from has each token once"

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from mooncake_zmq.core.messages import Hello, Sampling
+from mooncake_zmq.core.actor import OpenSequence
+from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.core.work import (
     REPORT_EVERY_S,
     BorrowParts,
@@ -135,21 +136,12 @@ class Executor:
         for slot, generation in generations:
             self._directory.own.set_generation(slot, generation)
 
-    def open_sequence(
-        self,
-        sequence: int,
-        capacity_tokens: int,
-        sampling: Sampling | None = None,
-        past: bytes = b"",
-        filled_tokens: int = 0,
-        tenant: str = "",
-        dropped_tokens: int = 0,
-    ) -> None:
+    def open_sequence(self, asked: OpenSequence) -> None:
         assert self._engine, "a node without an engine has no sequences"
-        tokens = None
+        past, sampling = None, asked.sampling
         if sampling is not None and sampling.reads_past:
-            tokens = Past(sampling, past, self._grammars, tenant)
-        self._works.open_sequence(sequence, self._engine, capacity_tokens, filled_tokens, tokens, dropped_tokens)
+            past = Past(sampling, asked.past, self._grammars, asked.tenant)
+        self._works.open_sequence(asked, self._engine, past)
 
     def close_sequence(self, sequence: int) -> None:
         """Free a sequence's KV, at the end of the last work that uses it."""

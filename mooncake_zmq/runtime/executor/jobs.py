@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class OpenSequence:
+class OpenedSequence:
     """KV of one sequence, and the works that use it."""
 
     memory: SequenceKV | None
@@ -112,7 +112,7 @@ class OpenSequence:
 class Unsampled:
     """Logits at `position`, from which a token is to be sampled in each of these ways once that is possible."""
 
-    source: OpenSequence
+    source: OpenedSequence
     logits: NDArray[np.float32]
     samplings: Sequence[Sampling]
     position: int
@@ -154,7 +154,7 @@ class Job:
     entering: EnteringStates | None = None
     batch: ReadBatch | None = None
     unsampled: Unsampled | None = None
-    sequences: dict[int, OpenSequence] = field(default_factory=dict)
+    sequences: dict[int, OpenedSequence] = field(default_factory=dict)
 
     def is_late(self) -> bool:
         return time.monotonic() >= self.deadline

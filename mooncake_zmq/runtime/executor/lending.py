@@ -11,7 +11,7 @@ from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, Result, Sequ
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.runtime.executor.jobs import Job, OpenSequence, Subtasks, Turn
+from mooncake_zmq.runtime.executor.jobs import Job, OpenedSequence, Subtasks, Turn
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.transfer.partials import Borrowed, Lender, PartialHost
 from mooncake_zmq.transfer.stream import StreamError
@@ -64,7 +64,7 @@ class Lending:
                 turn = partial(self._borrow, job, work, opened)
         return Subtasks([(self._worker, turn)])
 
-    def _lend(self, opened: OpenSequence) -> Result:
+    def _lend(self, opened: OpenedSequence) -> Result:
         ticket = self._host.ticket()
         opened.kv.set_length(opened.kv.capacity)
         number = self._host.lend(ticket.token, opened.kv)
@@ -74,11 +74,11 @@ class Lending:
         place = LoanPlace(where=where, number=number, token=ticket.token, secret=ticket.secret, sealed=ticket.sealed)
         return SequenceLent(place)
 
-    def _take_back(self, opened: OpenSequence) -> Result:
+    def _take_back(self, opened: OpenedSequence) -> Result:
         self._host.take_back(opened.kv)
         return Done()
 
-    def _borrow(self, job: Job, work: BorrowParts, opened: OpenSequence) -> Result:
+    def _borrow(self, job: Job, work: BorrowParts, opened: OpenedSequence) -> Result:
         for part in work.parts:
             job.check()
             place = part.place

@@ -7,7 +7,7 @@ from functools import partial
 
 import structlog
 
-from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.actor import OpenSequence, WorkDone, WorkProgress
 from mooncake_zmq.core.work import (
     ChunkComputed,
     ComputeChunk,
@@ -23,7 +23,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.sampling import Past
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.runtime.executor.jobs import Job, OpenSequence, Stopped, Subtasks, Turn, needed_sequences, sequences_of
+from mooncake_zmq.runtime.executor.jobs import Job, OpenedSequence, Stopped, Subtasks, Turn, needed_sequences, sequences_of
 from mooncake_zmq.runtime.executor.sampler import Sampler
 from mooncake_zmq.transfer.network import RemoteReader
 
@@ -42,7 +42,7 @@ class Works:
         self._lock = threading.Lock()
         """Guards `_jobs`, their subtasks and results, and `sequences`."""
         self._jobs: dict[int, Job] = {}
-        self.sequences: dict[int, OpenSequence] = {}
+        self.sequences: dict[int, OpenedSequence] = {}
         self._closed = False
 
     @property
@@ -58,26 +58,18 @@ class Works:
 
     # --- sequences
 
-    def open_sequence(
-        self,
-        sequence: int,
-        engine: Engine,
-        capacity_tokens: int,
-        filled_tokens: int,
-        past: Past | None,
-        dropped_tokens: int = 0,
-    ) -> None:
-        assert sequence not in self.sequences, f"sequence {sequence} is open already"
+    def open_sequence(self, asked: OpenSequence, engine: Engine, past: Past | None) -> None:
+        assert asked.sequence not in self.sequences, f"sequence {asked.sequence} is open already"
         try:
-            opened = OpenSequence(engine.new_sequence(capacity_tokens))
-            opened.kv.expect(filled_tokens)
-            opened.kv.dropped = dropped_tokens
+            opened = OpenedSequence(engine.new_sequence(asked.capacity_tokens))
+            opened.kv.expect(asked.filled_tokens)
+            opened.kv.dropped = asked.dropped_tokens
         except MemoryError as error:  # of a GPU, whose memory is allocated at once; works with the sequence fail
-            log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
-            opened = OpenSequence(None)
+            log.warning("no_memory_for_sequence", tokens=asked.capacity_tokens, error=str(error))
+            opened = OpenedSequence(None)
         opened.past = past
         with self._lock:
-            self.sequences[sequence] = opened
+            self.sequences[asked.sequence] = opened
 
     def close_sequence(self, sequence: int) -> None:
         """Free a sequence's KV, at the end of the last work that uses it."""
