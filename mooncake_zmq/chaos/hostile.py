@@ -133,7 +133,7 @@ async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], 
     since the run then shows nothing of it."""
     made, targets = Assault(), list(targets_of(cluster))
     before = await cluster.dumps()
-    made.taken = await _attack(cluster, targets, partial(_send, cluster), "inputs", count, seed, say)
+    made.taken = await _attack(targets, partial(_send, cluster), "inputs", count, seed, say)
     after = await cluster.dumps()
     counted, counted_before = refusals(after), refusals(before)
     say("counted: " + ", ".join(f"{name} {number - counted_before[name]:,}" for name, number in sorted(counted.items())))
@@ -148,13 +148,12 @@ async def burst(cluster: Cluster, count: int, seed: int, say: Callable[[str], No
     """Send `count` bursts of connections to one socket of every kind; each connection sends some inputs and closes at any
     stage, even of its handshake. A socket that admitted too few bursts is a problem."""
     targets = burst_targets(cluster)
-    taken = await _attack(cluster, targets, partial(_send_bursts, cluster, say), f"bursts of {SENDERS}", count, seed, say)
+    taken = await _attack(targets, partial(_send_bursts, cluster, say), f"bursts of {SENDERS}", count, seed, say)
     few = [target for target in targets if taken[target.name] < MIN_TAKEN_SHARE * count]
     return Assault(taken, [f"{target.name} admitted {taken[target.name]:,} of {count:,} bursts" for target in few])
 
 
 async def _attack(
-    cluster: Cluster,
     targets: Iterable[Target],
     send: Callable[[Target, int, Random], int],
     what: str,

@@ -269,7 +269,7 @@ class Placement:
         barred = without.union(schedule.exclude) if schedule.exclude else without
         pushed_s = 0.0
         for _ in range(TRIES):
-            choice = self._router.choose(now, schedule, plan, barred)
+            choice = self._router.choose(schedule, plan, barred)
             if choice is None:
                 break
             if self._coming is not None:
@@ -283,7 +283,7 @@ class Placement:
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
             return RejectReason.TTFT, bounded(pushed_s), 0.0
-        last_resort = self._router.choose(now, schedule, plan, without) if schedule.exclude else None
+        last_resort = self._router.choose(schedule, plan, without) if schedule.exclude else None
         if last_resort is not None:
             self._give_way(now, plan, last_resort)
             return last_resort

@@ -38,9 +38,9 @@ class Router:
         self._tie = 1 + settings.tie_ratio
         self._quickest = settings.policy in ("coming", "global", "local")
 
-    def choose(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillChoice | None:
+    def choose(self, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillChoice | None:
         """Return the choice by the policy, never a prefill in `barred`; None if there is none."""
-        node = self._least_ttft(plan, barred) if self._quickest else self._least_score(now, schedule, plan, barred)
+        node = self._least_ttft(plan, barred) if self._quickest else self._least_score(schedule, plan, barred)
         if node is None:
             return None
         weighed = plan if plan.weighed is node else self._planner.weigh(plan, node)
@@ -134,7 +134,7 @@ class Router:
         prompt."""
         return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.candidates
 
-    def _least_score(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
+    def _least_score(self, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
         """Return the prefill with the best score by a policy that does not use predicted times; all are evaluated."""
         scores: list[tuple[float, PrefillNode]] = []
         shift = xxhash.xxh3_64_intdigest(schedule.request_id.encode()) if self._settings.policy == "random" else 0

@@ -10,6 +10,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -228,27 +229,15 @@ RECORD = ObjectRecord(7, 1, 4096, 100, 99, 0)
 _FINGERPRINT = bytes(16)
 
 
-def _read_disk_index(path: Path) -> None:
-    _forget_beside(path)
-    index = DiskIndex.open(path, "fingerprint", 64)
-    try:
-        list(index.load(lambda done, total: None))
-    finally:
-        index.close()
-
-
-def _read_store_index(path: Path) -> None:
-    _forget_beside(path)
-    index = ObjectIndex.open(path)
-    try:
-        list(index.load(lambda done, total: None))
-    finally:
-        index.close()
-
-
-def _forget_beside(path: Path) -> None:
+def _read_index(opened: Callable[[Path], DiskIndex | ObjectIndex], path: Path) -> None:
     for suffix in ("-wal", "-shm", "-journal"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+    with closing(opened(path)) as index:
+        list(index.load(lambda done, total: None))
+
+
+_read_disk_index = partial(_read_index, partial(DiskIndex.open, fingerprint="fingerprint", segment_slots=64))
+_read_store_index = partial(_read_index, ObjectIndex.open)
 
 
 def _index_seeds() -> list[bytes]:

@@ -130,7 +130,7 @@ class Arrivals:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello.role
             case PeerDown(peer, _):
-                return self._on_peer_down(now, peer)
+                return self._on_peer_down(peer)
             case Started():
                 return self._await_next(now)
         return []
@@ -243,7 +243,7 @@ class Arrivals:
         self.placed(message)
         for role, node in (("prefill", message.prefill), ("decode", message.decode)):
             if self._peers.get(node) != role:  # the node died just now, or has changed its role
-                return self._retry(now, request, exclude=node)
+                return self._retry(request, exclude=node)
         request.prefill, request.decode = message.prefill, message.decode
         record = request.record
         record.prefill, record.decode, record.attempts = message.prefill, message.decode, request.attempt
@@ -278,7 +278,7 @@ class Arrivals:
             return []
         request.exclude = ()
         if request.tokens or message.reason in NO_NODE:
-            return self._retry(now, request)
+            return self._retry(request)
         return self._reject(now, request, message.reason.value)
 
     def _on_placement_late(self, now: float, name: str) -> list[Effect]:
@@ -347,14 +347,14 @@ class Arrivals:
             request.record.wasted_prefill_s += request.paid_s
             return self._cancel(request) + self._reject(now, request, "refused by the decode")
         request.broken += not message.full
-        return self._retry(now, request, exclude=message.avoid or sender)
+        return self._retry(request, exclude=message.avoid or sender)
 
-    def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
+    def _on_peer_down(self, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
         touched = [request for request in self.open.values() if peer in (request.prefill, request.decode)]
-        return [effect for request in touched for effect in self._retry(now, request, exclude=peer)]
+        return [effect for request in touched for effect in self._retry(request, exclude=peer)]
 
-    def _retry(self, now: float, request: _Request, *, exclude: str = "") -> list[Effect]:
+    def _retry(self, request: _Request, *, exclude: str = "") -> list[Effect]:
         """Give this attempt up everywhere and begin the next one after a pause that grows."""
         effects = self._cancel(request)
         self._waste(request)

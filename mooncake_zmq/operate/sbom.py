@@ -1,6 +1,6 @@
 """Lists what the installed program consists of: CycloneDX JSON, with licences."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 
@@ -12,9 +12,9 @@ LICENCE_CHARS = 200
 """The longest text taken as the name of a licence: some packages have the whole licence in that field."""
 
 
-def bill(find: Callable[[str], Distribution] = distribution) -> dict[str, Any]:
+def bill() -> dict[str, Any]:
     """Return the bill of the program and all installed packages that it may import, with the extras that are installed."""
-    found: dict[str, Distribution] = {canonicalize_name(each.metadata["Name"]): each for each in _reached(find)}
+    found: dict[str, Distribution] = {canonicalize_name(each.metadata["Name"]): each for each in _reached()}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -28,12 +28,12 @@ def bill(find: Callable[[str], Distribution] = distribution) -> dict[str, Any]:
     }
 
 
-def _reached(find: Callable[[str], Distribution]) -> Iterator[Distribution]:
+def _reached() -> Iterator[Distribution]:
     left, seen = [OURS], {OURS}
     while left:
         name = left.pop()
         try:
-            here = find(name)
+            here = distribution(name)
         except PackageNotFoundError:  # it belongs to an extra, or to another system
             continue
         yield here

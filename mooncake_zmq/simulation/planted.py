@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -405,13 +406,13 @@ PLANTED: dict[str, Planted] = {
     "lent_freed": Planted("lent KV is freed while asked for", ("I2",), (), planted_inference.lent_freed, "lending"),
     "any_model": Planted("a gateway ignores which model a node is for", ("I3", "I9"), (), models.any_model, "models"),
     "resume_without_adapter": Planted(
-        "a resume forgets the adapter", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), models.resume_without_adapter, "models"
+        "a resume forgets the adapter", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), partial(models.resume_bare, adapter=""), "models"
     ),
     "key_without_adapter": Planted("block keys without the adapter", ("I9",), (), models.key_without_adapter, "models"),
     "saved_wrong": Planted("other bytes than were saved", ("I3",), (), pools.saved_wrong, "models"),
     "key_without_image": Planted("block keys without images", ("I9", "I3"), (), images.key_without_image, "models"),
     "resume_without_images": Planted(
-        "a resume forgets the images", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), images.resume_without_images, "models"
+        "a resume forgets the images", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), partial(models.resume_bare, images=()), "models"
     ),
     "vectors_of_another": Planted("texts embedded under another root", ("I3",), (), images.vectors_of_another, "models"),
     "key_without_model": Planted("block keys without the model", ("I9",), (), models.key_without_model, "models"),

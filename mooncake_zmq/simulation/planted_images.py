@@ -4,9 +4,7 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.core.messages import StartPrefill
 from mooncake_zmq.core.work import Embed, Generate
-from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.simulation import traces, vllm_works
 from mooncake_zmq.simulation.planted_stores import Replacements
@@ -20,17 +18,6 @@ def key_without_image() -> Replacements:
         return extend_keys(parent, tokens, block_tokens)
 
     return [(vllm_works, "keys_with_images", careless), (traces, "keys_with_images", careless)]
-
-
-def resume_without_images() -> Replacements:
-    """An answer that another vLLM continues is asked for without its images."""
-    start = Request.start
-
-    def forgetful(self: Request, *arguments: Any) -> StartPrefill:
-        message = start(self, *arguments)
-        return structs.replace(message, images=()) if message.first_index else message
-
-    return [(Request, "start", forgetful)]
 
 
 def vectors_of_another() -> Replacements:

@@ -39,12 +39,12 @@ def any_model() -> Replacements:
     return [(readiness, "is_for", careless), (relocations, "is_for", careless)]
 
 
-def resume_without_adapter() -> Replacements:
-    """An answer that another vLLM continues is asked for without its adapter."""
+def resume_bare(**fields: Any) -> Replacements:
+    """An answer that another vLLM continues is asked for with some `fields` empty."""
     start = Request.start
 
     def forgetful(self: Request, *arguments: Any) -> StartPrefill:
         message = start(self, *arguments)
-        return structs.replace(message, adapter="") if message.first_index else message
+        return structs.replace(message, **fields) if message.first_index else message
 
     return [(Request, "start", forgetful)]

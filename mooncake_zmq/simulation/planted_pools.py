@@ -181,8 +181,8 @@ def tail_early() -> Replacements:
     """Blocks that are fetched from the tail are handed over when their copies begin, before their generations stand."""
     copy = Gatherer._copy
 
-    def handing_over(self: Gatherer, now: float, fetch_id: int, fetch: Any, blocks: Any, time_left: float) -> list[Effect]:
-        effects = copy(self, now, fetch_id, fetch, blocks, time_left)
+    def handing_over(self: Gatherer, fetch_id: int, fetch: Any, blocks: Any, time_left: float) -> list[Effect]:
+        effects = copy(self, fetch_id, fetch, blocks, time_left)
         gathering = self._waiting(fetch)
         if gathering is not None and gathering.tail is not None:
             begun = {key: slot for key, slot, _ in fetch.copies}

@@ -1,6 +1,7 @@
 """Bugs planted in the stores: the replacements of each. Simulation only; see `planted.py`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -133,24 +134,13 @@ def leases_last() -> Replacements:
     return [(Objects, "expire", expire), (StoreNode, "check", silent)]
 
 
-def sent_after_its_lease() -> Replacements:
-    """A stream's values are released before they are sent."""
+def sent_after_its_lease(first: int = 0) -> Replacements:
+    """A stream's values are released before they are sent. `first`: of a stream's leases; those behind 0 come from disk."""
     send = Streaming._send
 
     def hasty(self: Streaming, number: int, get: Any) -> None:
         send(self, number, get)
-        self._release(self._open[number].client, get.leases)
-
-    return [(Streaming, "_send", hasty), (StoreNode, "check", silent)]
-
-
-def promoted_unleased() -> Replacements:
-    """Values that come from disk for a stream are released before they are sent."""
-    send = Streaming._send
-
-    def hasty(self: Streaming, number: int, get: Any) -> None:
-        send(self, number, get)
-        self._release(self._open[number].client, get.leases[1:])
+        self._release(self._open[number].client, get.leases[first:])
 
     return [(Streaming, "_send", hasty), (StoreNode, "check", silent), (Streaming, "check", silent)]
 
@@ -278,7 +268,7 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
     "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
     "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
-    "promoted_unleased": ("promoted and let go before it is sent", ("I2",), (), promoted_unleased),
+    "promoted_unleased": ("promoted and let go before it is sent", ("I2",), (), partial(sent_after_its_lease, 1)),
     "sent_late": ("sent past its lease", ("I2",), (), sent_past_its_lease),
     "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
     "name_suffices": ("a client's name stands for its key", ("I7",), (), name_suffices),

@@ -70,7 +70,6 @@ class Acceptor:
         tls: Callable[[], ssl.SSLContext] | None = None,
         whose: Callable[[bytes], str] = lambda authorization: "",
         count: Callable[[str], None] = lambda name: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`listener` listens already. `reserved_files`: descriptors that the rest of the process may still open. `tls` returns
         the context for a new connection; None: without TLS. `whose` returns the tenant of a call, or nothing."""
@@ -79,7 +78,7 @@ class Acceptor:
         self.connections: set[Connection] = set()
         self.max_connections = within_files(settings.max_connections, reserved_files + MAX_UNMET)
         self._server, self.listener, self._tls = server, listener, tls
-        self._whose, self._count, self._clock = whose, count, clock
+        self._whose, self._count, self._clock = whose, count, time.monotonic
         self._by_address: Counter[str] = Counter()
         self._by_tenant: Counter[str] = Counter()
         self._arriving: dict[Connection, asyncio.Task[None]] = {}

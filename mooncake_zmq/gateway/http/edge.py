@@ -41,7 +41,6 @@ class Edge:
         settings: EdgeSettings,
         max_open: int,
         backing: Backing,
-        clock: Callable[[], float] = time.monotonic,
         tenants: Tenants | None = None,
         allow_open: bool = False,
         listed: Sequence[Listed] = (),
@@ -62,7 +61,7 @@ class Edge:
         self.settings = settings
         self.backing = backing
         self.metrics = self._metrics()
-        self.clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         slos = Slos((about or {}).get("ttft_slo_s"), (about or {}).get("tbt_slo_s"))
         self.ended = EndedRequests(slos, export=export, count=self.count, call_later=backing.call_later)
         self.calls = Calls(

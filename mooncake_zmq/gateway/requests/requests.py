@@ -345,7 +345,7 @@ class Requests:
             return []
         logprobs = () if message.logprob is None else (message.logprob,)
         if not request.is_scored or not request.fits_model((message.token,), logprobs):
-            return self._on_nonsense(now, request, sender)
+            return self._on_nonsense(request, sender)
         request.move(RequestEvent.FIRST_TOKEN)
         request.take_first(message)
         return self._take_run(now, request, message.index, (message.token,), logprobs)
@@ -366,7 +366,7 @@ class Requests:
             elif request.decode == sender:
                 logprobs = message.logprobs[place] if place < len(message.logprobs) else ()
                 if not request.fits_model(tokens, logprobs):
-                    effects += self._on_nonsense(now, request, sender)
+                    effects += self._on_nonsense(request, sender)
                     continue
                 if request.selected_from is None and (request_id, attempt) in message.approximate:
                     request.selected_from = first
@@ -380,7 +380,7 @@ class Requests:
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING or request.is_scored:
             return []
         if not request.fits_prompt(message):
-            return self._on_nonsense(now, request, sender)
+            return self._on_nonsense(request, sender)
         found = request.take_of_prompt(now, message)
         effects: list[Effect] = [] if found is None else [ToClient(request.request_id, found)]
         if isinstance(message, TextsEmbedded):
@@ -406,7 +406,7 @@ class Requests:
 
     # --- attempts that end early
 
-    def _on_nonsense(self, now: float, request: Request, sender: str) -> list[Effect]:
+    def _on_nonsense(self, request: Request, sender: str) -> list[Effect]:
         """Retry without a node that sent tokens that the model does not have, as if the node had failed."""
         self.counts.add("tokens_out_of_range")
         request.broken += 1

@@ -335,7 +335,7 @@ class Gatherer:
         if source == DISK:
             self._promoting += len(keys)
             blocks = [(key, block) for key in keys if (block := self._disk.find(key)) is not None]
-            return self._copy(now, fetch_id, fetch, blocks, gathering.deadline - now)
+            return self._copy(fetch_id, fetch, blocks, gathering.deadline - now)
         ask = LeaseBlocks(
             lease_id=fetch_id,
             keys=keys,
@@ -429,7 +429,7 @@ class Gatherer:
             blocks = list(zip(fetch.keys, message.sources, strict=False))
             fetch.contents = self._fitting_contents(fetch.keys, message)
             fetch.owners = dict(zip(fetch.keys, map(self._tenants.number, message.tenants), strict=False))
-        effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
+        effects = self._copy(message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
 
     def _fitting_contents(self, keys: Sequence[Key], message: BlocksLeased) -> dict[Key, Content]:
@@ -449,7 +449,7 @@ class Gatherer:
         return [of_disk(each.slot) if isinstance(each, DiskBlock) else owners.get(key, NO_OWNER) for key, each in blocks]
 
     def _copy(
-        self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
+        self, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
     ) -> list[Effect]:
         keys = [key for key, _ in blocks]
         slots, held = self._dram.reserve_missing(keys, len(keys), self._owners(fetch, blocks))
