@@ -28,12 +28,8 @@ def cluster(directory):
     settings = (f"gateway.api_keys={file}", f"gateway.connections.head_timeout_s={PATIENCE_S}")
     made = ToyCluster(directory / "run", settings=settings)
     made.operators_key = "root"
-    try:
-        made.start()
+    with made.unbroken():
         yield made
-        made.stop()
-    finally:
-        made.kill()
 
 
 def key(tenant: str) -> dict[str, str]:
