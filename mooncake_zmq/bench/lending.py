@@ -168,6 +168,11 @@ class Lendings:
         prompt = self._prompt(cluster.max_model_len - ANSWER_TOKENS)
         answer = self._complete(cluster, prompt)
         self._report.row(f"longest prompt of {bench.decodes} decodes / their KV", "tokens", len(prompt), total, higher=True)
+        if cluster.max_model_len < total:
+            self._report.notes.append(
+                f"the model ends at {cluster.max_model_len:,} positions, not the KV:"
+                f""" --model 'dummy:{{"max_positions": {total}}}' has as many"""
+            )
         self._report.notes.append(f"of the longest prompt others held {answer.served.get('borrowed_tokens', 0):,} tokens")
 
     def _batch(self, cluster: BenchCluster, prompts: Sequence[Prompt]) -> float:
@@ -183,24 +188,31 @@ class Lendings:
         raise Refused(f"they were never all decoded at once, {TRIALS} times: {times}")
 
     def _kill(self, cluster: BenchCluster, decodes: Sequence[str]) -> None:
-        """Ask for what no decode holds alone again and again, and kill the lenders meanwhile."""
+        """Ask for what no decode holds alone again and again, and kill the lenders meanwhile. An answer comes between two
+        kills: a request whose attempts all break is given up after `max_attempts`, as it may be what breaks them."""
         bench, over, attempts = self._bench, Event(), Counter[bool]()
-        self._refused = 0
+        self._refused, answered = 0, 0
 
         def ask(prompt: Prompt) -> None:
             while not over.is_set():
-                answer = self._complete(cluster, prompt, max_tokens=self._long)
+                answer = self._complete(cluster, prompt, max_tokens=self._long // 4)
                 attempts[int(answer.served["attempts"]) > 1] += 1
 
         def is_back(node: str, former: int) -> bool:
             return cluster.pid(node) != former and not cluster.missing()
+
+        def lending() -> str:
+            for ended in (each for each in asking if each.done()):
+                ended.result()  # what made it end says more than that nothing is lent any more
+            return next(iter(_having(cluster, decodes, "lent_tokens")), "") if attempts.total() > answered or not number else ""
 
         with ThreadPoolExecutor(LOADS) as pool:
             asking = [pool.submit(ask, self._prompt(bench.tokens * (5 + number) // 4)) for number in range(LOADS)]
             try:
                 for number in range(bench.kills):
                     self._progress(f"kill {number + 1} of {bench.kills}, after {attempts.total()} answers")
-                    victim = cluster.wait(lambda: next(iter(_having(cluster, decodes, "lent_tokens")), ""), "KV to be lent")
+                    victim = cluster.wait(lending, "KV to be lent, and an answer since the last kill")
+                    answered = attempts.total()
                     pid = cluster.pid(victim)
                     os.kill(pid, signal.SIGKILL)
                     cluster.wait(partial(is_back, victim, pid), f"{victim} to be back")
