@@ -2,8 +2,8 @@
 
 Every answer is compared with that of one decode that has all the memory. In turn there are: decodes that all lend and borrow,
 for the longest prompt, and then some prompts again and again while their lenders are killed; one that keeps no whole block of a
-prompt and others that only lend, for a batch at once; one that keeps half of a prompt; and two that borrow of one lender, which
-stands still and goes on.
+prompt and others that only lend, for a batch at once; one that keeps half of a prompt, and of each prompt of a batch; and two
+that borrow of one lender, which stands still and goes on.
 """
 
 import json
@@ -84,7 +84,7 @@ class Lendings:
     def __init__(self, bench: LendingBench, progress: Progress) -> None:
         path = prepared_model(bench.model, bench.cache_dir)
         self._bench, self._progress = bench, progress
-        self._kv_bytes = 2 * bench.tokens * bench.decodes * card.of_prepared(path).spec.kv_bytes_per_token
+        self._kv_bytes = 2 * bench.tokens * max(bench.decodes, bench.batch) * card.of_prepared(path).spec.kv_bytes_per_token
         self._random = np.random.default_rng(1)
         self._answers: list[tuple[Prompt, Answer]] = []
         self._refused = 0
@@ -106,11 +106,12 @@ class Lendings:
         with self._cluster({decodes[0]: BORROWS.format(output), **lenders}) as cluster:
             tbt_s = self._batch(cluster, prompts)
         half, whole = bench.tokens // 2, [self._prompt(bench.tokens // 2 * 2)]
-        borrows = f"capacity_tokens = {half + self._long + 2 * BLOCK}, borrow = true, own_tokens = {half}"
-        with self._cluster({"decode-0": borrows, "decode-1": LENDS.format(half)}) as cluster:
-            half_s = self._batch(cluster, whole)
+        half_s = self._half(half, whole)
+        several = [self._prompt(half * 2) for _ in range(bench.batch)]
+        several_s = self._half(half, several)
         self._stop()
-        with self._cluster({"decode-0": ALL.format(bench.tokens * bench.decodes)}) as cluster:
+        output = bench.batch * (half * 2 + self._long + 2 * BLOCK)
+        with self._cluster({"decode-0": ALL.format(max(bench.tokens * bench.decodes, output))}) as cluster:
             lent = list(self._answers)
             for prompt, answer in lent:
                 expected = self._complete(cluster, prompt, max_tokens=len(answer.tokens))
@@ -118,12 +119,26 @@ class Lendings:
                     raise Refused(f"other tokens than of one decode with all memory, to a prompt of {len(prompt):,} tokens")
             here_s = self._batch(cluster, prompts)
             whole_s = self._batch(cluster, whole)
+            all_s = self._batch(cluster, several)
         self._report.row(
             f"TBT of {bench.batch} at once, all but {BLOCK} tokens elsewhere / all here", "ms", 1e3 * tbt_s, 1e3 * here_s
         )
         self._report.row(f"TBT of one, {half:,} of {2 * half:,} tokens elsewhere / all here", "ms", 1e3 * half_s, 1e3 * whole_s)
+        self._report.row(
+            f"TBT of {bench.batch} at once, {half:,} of {2 * half:,} tokens of each elsewhere / all here",
+            "ms",
+            1e3 * several_s,
+            1e3 * all_s,
+        )
         self._report.notes.append(f"{len(lent)} answers have the tokens of one decode with all memory")
         return self._report
+
+    def _half(self, half: int, prompts: Sequence[Prompt]) -> float:
+        """Return the time of a token where the second `half` of each prompt's tokens is here, and the first one elsewhere."""
+        each = half + self._long + 2 * BLOCK
+        borrows = f"capacity_tokens = {len(prompts) * each}, borrow = true, own_tokens = {half}"
+        with self._cluster({"decode-0": borrows, "decode-1": LENDS.format(len(prompts) * half)}) as cluster:
+            return self._batch(cluster, prompts)
 
     @contextmanager
     def _cluster(self, decodes: Mapping[str, str]) -> Iterator[BenchCluster]:
