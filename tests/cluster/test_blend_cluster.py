@@ -1,7 +1,6 @@
 """Documents in another order on live nodes: answered over the KV of the first ones and marked so, and never as exact KV."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SMALL_NODES, SmallCluster
+from toy_cluster import SmallCluster, small_cluster
 
 pytestmark = pytest.mark.timeout(120)
 
-CONFIG = (
-    """
+CONFIG = """
 [model]
 path = "dummy:tiny"
 cache_dir = "{cache}"
@@ -28,38 +26,20 @@ blend_least_tokens = 32
 [decode]
 capacity_tokens = 16_384
 """
-    + SMALL_NODES
-    + """[[nodes]]
-name = "prefill-a"
-role = "prefill"
-backend = "numpy"
-[[nodes]]
-name = "decode-a"
-role = "decode"
-backend = "numpy"
-"""
-)
 RANDOM = np.random.default_rng(5)
 SYSTEM, ONE, TWO, THREE, QUESTION = (RANDOM.integers(0, 500, count).tolist() for count in (64, 130, 150, 110, 11))
 FIRST = [*SYSTEM, *ONE, *TWO, *THREE, *QUESTION]
 SHUFFLED = [*SYSTEM, *THREE, *ONE, *TWO, *QUESTION]
 
 
-class BlendingCluster(SmallCluster):
-    nodes = ("conductor-0", "cache-a", "prefill-a", "decode-a", "gateway-0")
-
-
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[BlendingCluster]:
-    config = tmp_path / "blend.toml"
-    config.write_text(CONFIG.format(cache=tmp_path / "models"))
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = BlendingCluster(Path(path), config=str(config))
-        with cluster.unbroken():
-            yield cluster
+def cluster(tmp_path: Path) -> Iterator[SmallCluster]:
+    engines = dict.fromkeys(("prefill-a", "decode-a"), 'backend = "numpy"')
+    with small_cluster(CONFIG.format(cache=tmp_path / "models"), engines) as cluster:
+        yield cluster
 
 
-def test_documents_in_another_order_are_blended_told_and_never_cached_as_exact(cluster: BlendingCluster) -> None:
+def test_documents_in_another_order_are_blended_told_and_never_cached_as_exact(cluster: SmallCluster) -> None:
     name = json.loads(web.get(f"{cluster.url}/v1/models").text)["data"][0]["id"]
 
     def ask(prompt: list[int], **options: Any) -> tuple[list[int], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SMALL_NODES, SmallCluster, eventually, free_port
+from toy_cluster import SmallCluster, eventually, free_port, of_the_engine_alone, small_cluster
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -20,12 +19,10 @@ from mooncake_zmq.kv.codec import CODECS
 pytestmark = pytest.mark.timeout(120)
 
 MODEL, CODEC = "dummy:tiny", "int8"
-NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
 PROMPTS, ANSWER = 20, 24
 LONG = 1500
 """Tokens of an answer that is not over before its decode is killed."""
-CONFIG = (
-    """
+CONFIG = """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -39,55 +36,23 @@ own_reuse = false
 [decode]
 capacity_tokens = 16_384
 """
-    + SMALL_NODES
-    + """[[nodes]]
-name = "prefill-a"
-role = "prefill"
-backend = "numpy"
-metrics_port = {port}
-[[nodes]]
-name = "decode-a"
-role = "decode"
-backend = "numpy"
-[[nodes]]
-name = "decode-b"
-role = "decode"
-backend = "numpy"
-"""
-)
-
-
-class CodedCluster(SmallCluster):
-    nodes = NODES
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[CodedCluster]:
-    config, port = tmp_path / "coded.toml", free_port()
-    config.write_text(CONFIG.format(model=MODEL, cache=tmp_path / "models", codec=CODEC, port=port))
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = CodedCluster(Path(path), config=str(config))
+def cluster(tmp_path: Path) -> Iterator[SmallCluster]:
+    numpy, port = 'backend = "numpy"', free_port()
+    engines = {"prefill-a": f"{numpy}\nmetrics_port = {port}", "decode-a": numpy, "decode-b": numpy}
+    settings = CONFIG.format(model=MODEL, cache=tmp_path / "models", codec=CODEC)
+    with small_cluster(settings, engines) as cluster:
         cluster.metrics_port = port
-        with cluster.unbroken():
-            yield cluster
+        yield cluster
 
 
-def of_the_engine_alone(cache: Path, prompts: list[list[int]]) -> list[list[int]]:
-    engine = weights.load_engine(prepare(MODEL, cache), codec=CODECS[CODEC])
-    answers = []
-    for prompt in prompts:
-        sequence = engine.new_sequence(512)
-        tokens = [int(np.argmax(engine.prefill(sequence, np.asarray(prompt, np.int32))[-1]))]
-        while len(tokens) < ANSWER:
-            tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
-        answers.append(tokens)
-    return answers
-
-
-def test_greedy_tokens_are_the_same_cold_warm_handed_off_and_after_a_kill(cluster: CodedCluster, tmp_path: Path) -> None:
+def test_greedy_tokens_are_the_same_cold_warm_handed_off_and_after_a_kill(cluster: SmallCluster, tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 500, int(length)).tolist() for length in random.integers(70, 300, PROMPTS)]
-    expected = of_the_engine_alone(tmp_path / "models", prompts)
+    engine = weights.load_engine(prepare(MODEL, tmp_path / "models"), codec=CODECS[CODEC])
+    expected = [of_the_engine_alone(engine, prompt, ANSWER) for prompt in prompts]
     name = json.loads(web.get(f"{cluster.url}/v1/models").text)["data"][0]["id"]
 
     def ask(prompt: list[int]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ The GPU is a stand-in's, shared by the processes; with REQUIRE_GPU=1 it is the m
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SMALL_NODES, SmallCluster, eventually, free_port, until_none
+from toy_cluster import SmallCluster, eventually, free_port, of_the_engine_alone, small_cluster, until_none
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -22,10 +21,8 @@ from mooncake_zmq.operate.console.gateways import Gateways
 
 pytestmark = pytest.mark.timeout(120)
 
-NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
 MODEL = "dummy:tiny"
-CONFIG = (
-    """
+CONFIG = """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -38,28 +35,9 @@ own_reuse = false
 [decode]
 capacity_tokens = 4096
 """
-    + SMALL_NODES
-    + """[[nodes]]
-name = "prefill-a"
-role = "prefill"
-device = "cuda"
-metrics_port = {prefill_port}
-[[nodes]]
-name = "decode-a"
-role = "decode"
-device = "cuda"
-metrics_port = {decode_port}
-[[nodes]]
-name = "decode-b"
-role = "decode"
-backend = "numpy"
-"""
-)
 
 
 class DeviceCluster(SmallCluster):
-    nodes = NODES
-
     def counts(self, port: int) -> dict[str, float]:
         lines = web.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text.splitlines()
         return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
@@ -77,34 +55,17 @@ def cluster(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")]))
         monkeypatch.setenv("STAND_IN_GPU", str(tmp_path))
     ports = {"prefill_port": free_port(), "decode_port": free_port()}
-    config = tmp_path / "device.toml"
-    config.write_text(CONFIG.format(model=MODEL, cache=cache, **ports))
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = DeviceCluster(Path(path), config=str(config))
+    cuda = [f'device = "cuda"\nmetrics_port = {port}' for port in ports.values()]
+    engines = {"prefill-a": cuda[0], "decode-a": cuda[1], "decode-b": 'backend = "numpy"'}
+    with small_cluster(CONFIG.format(model=MODEL, cache=cache), engines, DeviceCluster) as cluster:
         cluster.ports = ports
-        try:
-            cluster.start()
-            yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-            logs = [(Path(path) / "logs" / f"{node}.log").read_text() for node in NODES]
-            told = [line for log in logs for line in log.splitlines() if '"critical"' in line or '"error"' in line]
-            assert told == []
-            for node, log in zip(NODES, logs, strict=True):
-                events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
-                warmed = "engine_warm" in events[: events.index("ready")]
-                assert warmed == (node in ("prefill-a", "decode-a")), f"{node} is ready with its kernels compiled"
-        finally:
-            cluster.kill()
-
-
-def expected(engine: Any, prompt: list[int], count: int) -> list[int]:
-    sequence = engine.new_sequence(len(prompt) + count)
-    logits = engine.prefill(sequence, np.asarray(prompt, np.int32))
-    tokens = [int(np.argmax(logits[-1]))]
-    for _ in range(count - 1):
-        tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
-    return tokens
+        yield cluster
+        cluster.stop()
+        for node in cluster.nodes:
+            log = (cluster.runtime_dir / "logs" / f"{node}.log").read_text()
+            events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+            warmed = "engine_warm" in events[: events.index("ready")]
+            assert warmed == (node in ("prefill-a", "decode-a")), f"{node} is ready with its kernels compiled"
 
 
 def test_tokens_of_a_cluster_on_a_gpu_are_those_of_the_bare_engine(cluster: DeviceCluster, cache: Path) -> None:
@@ -123,7 +84,7 @@ def test_tokens_of_a_cluster_on_a_gpu_are_those_of_the_bare_engine(cluster: Devi
         with ThreadPoolExecutor(len(prompts)) as threads:
             asked = list(threads.map(ask, prompts))
         for prompt, answer in zip(prompts, asked, strict=True):
-            assert answer["choices"][0]["token_ids"] == expected(engine, prompt, 20)
+            assert answer["choices"][0]["token_ids"] == of_the_engine_alone(engine, prompt, 20)
         assert gateways.order(f"/admin/drain/{other}", "DELETE")[1]["state"] == "ready"
         return {answer["mooncake"]["decode"] for answer in asked}
 

@@ -1,16 +1,14 @@
 """Answers over few of their prompt's tokens, on live nodes: what they say, where they go on, and that nothing is reused."""
 
 import signal
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import web
-from toy_cluster import ROOT, SMALL_NODES, SmallCluster, eventually, expected_tokens, greedy, stopped
+from toy_cluster import ROOT, SmallCluster, eventually, expected_tokens, greedy, small_cluster, stopped
 
 from mooncake_zmq.core.messages import Eviction
 from mooncake_zmq.engine import weights
@@ -21,8 +19,7 @@ from mooncake_zmq.engine.toy import ToyEngine
 
 pytestmark = pytest.mark.timeout(200)
 
-CONFIG = (
-    """
+CONFIG = """
 [model]
 path = "{model}"
 max_model_len = 2048
@@ -35,36 +32,11 @@ slab_bytes = {bytes}
 [decode]
 capacity_tokens = {capacity}
 """
-    + SMALL_NODES
-    + """[[nodes]]
-name = "prefill-a"
-role = "prefill"
-[[nodes]]
-name = "decode-a"
-role = "decode"
-[[nodes]]
-name = "decode-b"
-role = "decode"
-"""
-)
+ENGINES = dict.fromkeys(("prefill-a", "decode-a", "decode-b"), "")
 RECENT, ELASTIC = ({"kv_budget": 0.25, "evict": kind} for kind in ("recent", "elastic"))
 
 
-class EvictingCluster(SmallCluster):
-    nodes = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
-
-
-@contextmanager
-def running(tmp_path: Path, **settings: Any) -> Iterator[EvictingCluster]:
-    config = tmp_path / "evicting.toml"
-    config.write_text(CONFIG.format(**settings))
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = EvictingCluster(Path(path), config=str(config))
-        with cluster.unbroken():
-            yield cluster
-
-
-def of_the_engine_alone(
+def over_few_tokens(
     engine: Engine, prompt: Sequence[int], eviction: Eviction, count: int, so_far: Sequence[int] = ()
 ) -> list[int]:
     """An answer that goes on behind these tokens of it, over the tokens of the prompt that are kept."""
@@ -83,9 +55,9 @@ def of_the_engine_alone(
     return tokens
 
 
-def test_few_tokens_have_room_go_on_after_a_kill_and_leave_nothing_to_be_reused(tmp_path: Path) -> None:
+def test_few_tokens_have_room_go_on_after_a_kill_and_leave_nothing_to_be_reused() -> None:
     prompt = np.random.default_rng(7).integers(0, 256, 1500).tolist()
-    with running(tmp_path, model="toy", bytes=8_388_608, capacity=1280) as cluster:
+    with small_cluster(CONFIG.format(model="toy", bytes=8_388_608, capacity=1280), ENGINES) as cluster:
         whole = web.post(f"{cluster.url}/v1/completions", json=greedy(prompt=prompt, max_tokens=20), timeout=60)
         assert (whole.status_code, whole.json()["error"]["code"]) == (400, "context_length_exceeded")
         for wanted in (RECENT, ELASTIC):
@@ -95,7 +67,7 @@ def test_few_tokens_have_room_go_on_after_a_kill_and_leave_nothing_to_be_reused(
                 said = {"approximate": True, "kept_tokens": 375, "dropped_tokens": 1125, "cached_own": 0, "cached_local": 0}
                 assert {name: served[name] for name in said} == said
                 few = Eviction(kind=wanted["evict"], kept=375)
-                assert answer["choices"][0]["token_ids"] == of_the_engine_alone(ToyEngine(), prompt, few, 20)
+                assert answer["choices"][0]["token_ids"] == over_few_tokens(ToyEngine(), prompt, few, 20)
         short = prompt[:1000]
         cluster.complete_text(prompt=short, max_tokens=20, mooncake=RECENT)
         exact = cluster.complete_text(prompt=short, max_tokens=20)
@@ -105,7 +77,7 @@ def test_few_tokens_have_room_go_on_after_a_kill_and_leave_nothing_to_be_reused(
         goes_on(cluster, short)
 
 
-def goes_on(cluster: EvictingCluster, prompt: list[int]) -> None:
+def goes_on(cluster: SmallCluster, prompt: list[int]) -> None:
     few, count = Eviction(kind="recent", kept=250), 1000
     with ExitStack() as stack:
         with stopped({"decode-b": cluster.pid("decode-b")}, cluster.serves):
@@ -116,20 +88,20 @@ def goes_on(cluster: EvictingCluster, prompt: list[int]) -> None:
     assert stream.errors == []
     assert stream.served["attempts"] > 1
     assert (stream.served["approximate"], stream.served["dropped_tokens"]) == (True, 750)
-    undisturbed = of_the_engine_alone(ToyEngine(), prompt, few, count)
+    undisturbed = over_few_tokens(ToyEngine(), prompt, few, count)
     killed_at = next(at for at in range(count) if answer[at] != undisturbed[at])
     assert killed_at >= 20
-    assert answer == of_the_engine_alone(ToyEngine(), prompt, few, count, undisturbed[:killed_at]), "evicted anew from there"
+    assert answer == over_few_tokens(ToyEngine(), prompt, few, count, undisturbed[:killed_at]), "evicted anew from there"
     eventually(cluster.complete, 60, "the decode is restarted")
 
 
-def test_a_real_model_answers_over_what_is_recent_or_attended_to_most_as_its_engine_alone_does(tmp_path: Path) -> None:
+def test_a_real_model_answers_over_what_is_recent_or_attended_to_most_as_its_engine_alone_does() -> None:
     with np.load(ROOT / "tests/golden/smollm2.npz", allow_pickle=False) as golden:
         prompts = np.split(golden["prompts"], np.cumsum(golden["prompt_lengths"]))
     prompt = next(np.resize(each, 420).tolist() for each in prompts if len(each) > 400)
     engine = weights.load_engine(prepare("default", default_cache_dir(), backend="auto"))
     answers = []
-    with running(tmp_path, model="default", bytes=134_217_728, capacity=4096) as cluster:
+    with small_cluster(CONFIG.format(model="default", bytes=134_217_728, capacity=4096), ENGINES) as cluster:
         for wanted in (RECENT, ELASTIC, None):
             answer = cluster.complete_text(model="SmolLM2-135M-Instruct", prompt=prompt, max_tokens=24, mooncake=wanted)
             answers.append(answer["choices"][0]["token_ids"])
@@ -137,6 +109,6 @@ def test_a_real_model_answers_over_what_is_recent_or_attended_to_most_as_its_eng
             assert (served.get("dropped_tokens"), served.get("approximate")) == ((315, True) if wanted else (None, None))
             if wanted:
                 few = Eviction(kind=wanted["evict"], kept=105)
-                assert answers[-1] == of_the_engine_alone(engine, prompt, few, 24)
+                assert answers[-1] == over_few_tokens(engine, prompt, few, 24)
     assert answers[0] != answers[2], "a quarter is too little"
     assert len({each[0] for each in answers}) == 1, "the first token is the prefill's"

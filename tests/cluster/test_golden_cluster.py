@@ -56,15 +56,9 @@ def golden() -> Reference:
 def cluster() -> Iterator[ToyCluster]:
     with tempfile.TemporaryDirectory(prefix="mz-") as path:
         cluster = ToyCluster(Path(path), config="configs/local.toml", settings=SETTINGS)
-        try:
-            process = cluster.up()
-            eventually(lambda: process.poll() is not None or cluster.complete(), 200, "the cluster starts")
-            assert process.poll() is None, cluster.told()
+        cluster.start_s = 200.0
+        with cluster.unbroken():
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-        finally:
-            cluster.kill()
 
 
 def stream(cluster: ToyCluster, prompt: list[int], tokens: int) -> Stream:

@@ -30,14 +30,9 @@ def cluster() -> Iterator[ToyCluster]:
         settings = (f"cache_node.ssd.directory={ssd}", "cache_node.ssd.ahead=1.0", "prefill.own_reuse=false")
         cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
         cluster.sockets = directory
-        try:
-            cluster.start()
+        with cluster.unbroken():
             until_none(cluster.missing, 30)
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-        finally:
-            cluster.kill()
 
 
 def replayed(context: zmq.Context, endpoint: str) -> list[dict]:

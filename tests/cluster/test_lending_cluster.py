@@ -3,14 +3,13 @@ lender is killed in the middle."""
 
 import json
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import web
-from toy_cluster import SMALL_NODES, SmallCluster, eventually, greedy
+from toy_cluster import SmallCluster, eventually, greedy, of_the_engine_alone, small_cluster
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -22,8 +21,7 @@ MODEL = "dummy:tiny"
 DECODES = ("decode-a", "decode-b", "decode-c", "decode-d")
 CAPACITY = 256
 LONGEST = len(DECODES) * CAPACITY
-CONFIG = (
-    """
+CONFIG = """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -37,24 +35,9 @@ capacity_tokens = {capacity}
 lend_tokens = {capacity}
 borrow = true
 """
-    + SMALL_NODES
-    + """[[nodes]]
-name = "prefill-a"
-role = "prefill"
-backend = "numpy"
-"""
-)
-DECODE = """
-[[nodes]]
-name = "{name}"
-role = "decode"
-backend = "numpy"
-"""
 
 
 class LendingCluster(SmallCluster):
-    nodes = ("conductor-0", "cache-a", "prefill-a", "gateway-0", *DECODES)
-
     @property
     def model(self) -> str:
         return str(json.loads(web.get(f"{self.url}/v1/models").text)["data"][0]["id"])
@@ -65,22 +48,10 @@ class LendingCluster(SmallCluster):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LendingCluster]:
-    config = tmp_path / "lending.toml"
-    nodes = "".join(DECODE.format(name=name) for name in DECODES)
-    config.write_text(CONFIG.format(model=MODEL, cache=tmp_path / "models", capacity=CAPACITY) + nodes)
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = LendingCluster(Path(path), config=str(config))
-        with cluster.unbroken():
-            yield cluster
-
-
-def of_the_engine_alone(cache: Path, prompt: list[int], count: int) -> list[int]:
-    engine = weights.load_engine(prepare(MODEL, cache))
-    sequence = engine.new_sequence(len(prompt) + count)
-    tokens = [int(np.argmax(engine.prefill(sequence, np.asarray(prompt, np.int32))[-1]))]
-    while len(tokens) < count:
-        tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
-    return tokens
+    settings = CONFIG.format(model=MODEL, cache=tmp_path / "models", capacity=CAPACITY)
+    engines = dict.fromkeys(("prefill-a", *DECODES), 'backend = "numpy"')
+    with small_cluster(settings, engines, LendingCluster) as cluster:
+        yield cluster
 
 
 def random_prompt(tokens: int) -> list[int]:
@@ -90,7 +61,8 @@ def random_prompt(tokens: int) -> list[int]:
 def test_a_prompt_of_nearly_all_memory_together_has_the_answer_of_one_engine(cluster: LendingCluster, tmp_path: Path) -> None:
     prompt, count = random_prompt(LONGEST * 96 // 100), 24
     answer = cluster.complete_text(model=cluster.model, prompt=prompt, max_tokens=count)
-    assert answer["choices"][0]["token_ids"] == of_the_engine_alone(tmp_path / "models", prompt, count)
+    engine = weights.load_engine(prepare(MODEL, tmp_path / "models"))
+    assert answer["choices"][0]["token_ids"] == of_the_engine_alone(engine, prompt, count)
     assert answer["mooncake"]["borrowed_tokens"] >= len(prompt) - CAPACITY
     longer = greedy(model=cluster.model, prompt=random_prompt(LONGEST), max_tokens=1)
     refused = web.post(f"{cluster.url}/v1/completions", json=longer, timeout=60)
@@ -108,5 +80,6 @@ def test_an_answer_goes_on_equal_when_a_lender_is_killed(cluster: LendingCluster
         tokens = answer.read()
     assert answer.errors == []
     assert answer.served["attempts"] > 1
-    assert tokens == of_the_engine_alone(tmp_path / "models", prompt, count)
+    engine = weights.load_engine(prepare(MODEL, tmp_path / "models"))
+    assert tokens == of_the_engine_alone(engine, prompt, count)
     eventually(cluster.complete, 30, "the lender is restarted")

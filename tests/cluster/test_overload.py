@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import web
-from toy_cluster import ROOT, ToyCluster, eventually, greedy
+from toy_cluster import ROOT, ToyCluster, eventually, greedy, of_the_engine_alone
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.profile import Fitted, PrefillTime, Profile, StepTime, encode
@@ -31,15 +31,7 @@ def profile() -> Profile:
 
 def undisturbed(prompt: list[int]) -> list[int]:
     """What the engine alone gives."""
-    engine = ModelledEngine(TOY_SPEC, Costs(), sleep=lambda seconds: None)
-    sequence = engine.new_sequence(PROMPT_TOKENS + OUTPUT_TOKENS)
-    logits = engine.prefill(sequence, np.array(prompt, np.int32))
-    tokens: list[int] = []
-    while len(tokens) < OUTPUT_TOKENS:
-        assert logits is not None
-        tokens.append(int(logits[-1].argmax()))
-        logits = engine.decode([sequence], np.array(tokens[-1:], np.int32))
-    return tokens
+    return of_the_engine_alone(ModelledEngine(TOY_SPEC, Costs(), sleep=lambda seconds: None), prompt, OUTPUT_TOKENS)
 
 
 @pytest.fixture
@@ -53,10 +45,8 @@ def cluster(tmp_path: Path) -> Iterator[ToyCluster]:
     costs = tuple(f"costs.{name}={getattr(COSTS, name)}" for name in Fitted.__struct_fields__)
     settings = (f"conductor.ttft_slo_s={TTFT_SLO_S}", *costs)
     cluster = ToyCluster(tmp_path / "run", config=str(config), settings=settings)
-    cluster.start()
-    yield cluster
-    cluster.stop()
-    assert cluster.leftovers() == []
+    with cluster.unbroken():
+        yield cluster
 
 
 def test_in_overload_some_are_told_when_to_come_back_and_the_rest_finish(cluster: ToyCluster) -> None:
@@ -75,4 +65,3 @@ def test_in_overload_some_are_told_when_to_come_back_and_the_rest_finish(cluster
         if answer.status_code == 200:
             assert answer.json()["choices"][0]["token_ids"] == undisturbed(prompt)
     eventually(lambda: not cluster.busy_gauges(), what="nothing is left behind")
-    assert cluster.errors() == []

@@ -32,12 +32,8 @@ def two_of_each(directory: Path) -> Iterator[TwoOfEach]:
     more = "".join(f'\n[[nodes]]\nname = "{name}"\nrole = "{role}"\n' for name, role in SECOND.items())
     path.write_text((ROOT / "configs/toy.toml").read_text() + more)
     cluster = TwoOfEach(directory / "run", config=str(path), settings=("gateway.reuse_port=true",))
-    try:
-        cluster.start()
+    with cluster.unbroken():
         yield cluster
-        cluster.stop()
-    finally:
-        cluster.kill()
 
 
 class Clients:

@@ -1,15 +1,13 @@
 """Decodes that attend to few of many tokens beside one that attends to all: what they answer, what they say, what is reused."""
 
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import web
-from toy_cluster import SmallCluster, Stream, eventually, greedy, stopped
+from toy_cluster import SmallCluster, Stream, eventually, greedy, of_the_engine_alone, small_cluster, stopped
 
 from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine import weights
@@ -31,58 +29,18 @@ pool_bytes = 134_217_728
 slab_bytes = 134_217_728
 [decode]
 capacity_tokens = 4096
-[costs]
-decode_step_s = 0.023
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
-[[nodes]]
-name = "prefill-a"
-role = "prefill"
-[[nodes]]
-name = "decode-all"
-role = "decode"
-[[nodes]]
-name = "decode-few"
-role = "decode"
-settings = {{ selection = "kcache", selection_tokens = {few} }}
-[[nodes]]
-name = "decode-most"
-role = "decode"
-settings = {{ selection = "kcache", selection_tokens = {most} }}
 """
 
 
-class SelectingCluster(SmallCluster):
-    nodes = ("conductor-0", "cache-a", "prefill-a", *DECODES, "gateway-0")
-
-
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[SelectingCluster]:
-    config = tmp_path / "selection.toml"
-    config.write_text(CONFIG.format(model=MODEL, few=FEW, most=NEARLY_ALL))
-    with tempfile.TemporaryDirectory(prefix="mz-") as path:
-        cluster = SelectingCluster(Path(path), config=str(config))
-        with cluster.unbroken():
-            yield cluster
+def cluster() -> Iterator[SmallCluster]:
+    few, most = (f'settings = {{ selection = "kcache", selection_tokens = {tokens} }}' for tokens in (FEW, NEARLY_ALL))
+    engines = {"prefill-a": "", "decode-all": "", "decode-few": few, "decode-most": most}
+    with small_cluster(CONFIG.format(model=MODEL), engines) as cluster:
+        yield cluster
 
 
-def of_the_engine_alone(prompt: list[int]) -> list[int]:
-    engine = weights.load_engine(prepare(MODEL, default_cache_dir(), backend="auto"))
-    sequence = engine.new_sequence(len(prompt) + ANSWER)
-    tokens = [int(np.argmax(engine.prefill(sequence, np.asarray(prompt, np.int32))[-1]))]
-    while len(tokens) < ANSWER:
-        tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
-    return tokens
-
-
-def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: SelectingCluster) -> None:
+def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: SmallCluster) -> None:
     prompt = np.random.default_rng(7).integers(0, 500, TOKENS).tolist()
     model = web.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
 
@@ -95,7 +53,8 @@ def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: Selecti
 
     exact, served = ask("decode-all", prompt)
     assert "approximate" not in served
-    assert exact == of_the_engine_alone(prompt)
+    engine = weights.load_engine(prepare(MODEL, default_cache_dir(), backend="auto"))
+    assert exact == of_the_engine_alone(engine, prompt, ANSWER)
     most, served = ask("decode-most", prompt)
     assert served["approximate"] is True, "a few tokens are left out"
     assert most == exact
@@ -122,7 +81,7 @@ def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: Selecti
     assert sum(served[f"cached_{where}"] for where in ("own", "local", "remote")) == TOKENS // 32 * 32, (
         "the prompt's blocks alone"
     )
-    assert warm == of_the_engine_alone(followed)
+    assert warm == of_the_engine_alone(engine, followed, ANSWER)
 
     with cluster.stream(model=model, prompt=prompt, max_tokens=LONG) as stream:
         stream.read(20)

@@ -26,14 +26,9 @@ def cluster() -> Iterator[ToyCluster]:
         settings += (f"cache_node.objects.ssd.directory={ssd}", "cache_node.objects.ssd.ahead=0.0")
         cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
         cluster.endpoint = endpoint
-        try:
-            cluster.start()
+        with cluster.unbroken():
             until_none(cluster.missing, 30)
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-        finally:
-            cluster.kill()
 
 
 def connect(cluster: ToyCluster) -> MooncakeDistributedStore:

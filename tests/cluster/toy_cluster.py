@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import waiting
 import web
 from ports import free_port
@@ -20,6 +23,7 @@ from stopping import stop
 
 from mooncake_zmq.chaos.checks import busy, unreached
 from mooncake_zmq.chaos.clients import Truth
+from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.operate.local_nodes import collect_dumps
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,6 +51,17 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     return Truth().tokens(prompt, count)
 
 
+def of_the_engine_alone(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
+    """What an engine answers without a cluster."""
+    sequence = engine.new_sequence(len(prompt) + count)
+    logits = engine.prefill(sequence, np.asarray(prompt, np.int32))
+    assert logits is not None
+    tokens = [int(np.argmax(logits[-1]))]
+    while len(tokens) < count:
+        tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
+    return tokens
+
+
 def until_none(remaining: Callable[[], Any], timeout_s: float) -> None:
     """Wait until `remaining()` is empty."""
     deadline = time.monotonic() + timeout_s
@@ -59,6 +74,7 @@ class ToyCluster:
     """`mooncake-zmq up`, with the toy model by default, in a directory and under a cluster name of its own."""
 
     nodes = NODES
+    start_s = 60.0
 
     def __init__(
         self, directory: Path, *, config: str = "configs/toy.toml", settings: tuple[str, ...] = (), port: int | None = None
@@ -90,7 +106,7 @@ class ToyCluster:
 
     def start(self) -> None:
         process = self.up()
-        eventually(lambda: process.poll() is not None or self.complete(), 60, "the cluster starts")
+        eventually(lambda: process.poll() is not None or self.complete(), self.start_s, "the cluster starts")
         assert process.poll() is None, self.told()
 
     def stop(self) -> None:
@@ -226,16 +242,32 @@ role = "cache-node"
 name = "gateway-0"
 role = "gateway"
 """
-"""What a `SmallCluster` has besides its engines; text that stands before its engines' nodes."""
 
 
 class SmallCluster(ToyCluster):
-    """A cluster of other `nodes`, which is complete once its gateway is in conversation with all that place and compute."""
+    """A cluster of these settings: a conductor, a cache-node, a gateway, and engines (name -> further lines of its node). It is
+    complete once its gateway is in conversation with all that place and compute."""
+
+    def __init__(self, directory: Path, settings: str, engines: Mapping[str, str]) -> None:
+        nodes = [f'[[nodes]]\nname = "{name}"\nrole = "{name.split("-")[0]}"\n{more}\n' for name, more in engines.items()]
+        config = directory / "cluster.toml"
+        config.write_text(settings + SMALL_NODES + "".join(nodes))
+        self.nodes = tuple(node["name"] for node in tomllib.loads(config.read_text())["nodes"])
+        super().__init__(directory / "run", config=str(config))
 
     def complete(self) -> bool:
         detail, roles = self.health(), ("conductor", "prefill", "decode")
         wanted = {role: [node for node in self.nodes if node.startswith(f"{role}-")] for role in roles}
         return detail is not None and {role: detail["peers"][role] for role in roles} == wanted
+
+
+@contextlib.contextmanager
+def small_cluster(settings: str, engines: Mapping[str, str], kind: type[SmallCluster] = SmallCluster) -> Iterator[Any]:
+    """Run a small cluster in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="mz-") as path:
+        cluster = kind(Path(path), settings, engines)
+        with cluster.unbroken():
+            yield cluster
 
 
 def _tells_of_an_error(line: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import eventually
 
 from mooncake_zmq.config.load import load
 from mooncake_zmq.engine import cpu
@@ -192,10 +193,7 @@ def test_what_a_killed_vllm_leaves_ends_too(up: Up) -> None:
         server.wait()
         assert _lives(engine)
         up._look_after_children(starting=False)
-        deadline = time.monotonic() + 10
-        while _lives(engine) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not _lives(engine)
+        eventually(lambda: not _lives(engine))
 
 
 def test_sockets_of_nodes_that_live_stay(up: Up) -> None:

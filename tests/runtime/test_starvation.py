@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from waiting import eventually
 
 from mooncake_zmq.runtime.starvation import LOG_EVERY_S, LatenessLog, waits_for_cpu
 from mooncake_zmq.transfer.process_lock import ProcessLock
@@ -39,10 +39,7 @@ def life(directory: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def until(directory: Path, incarnation: int, expected: bool) -> None:
-    deadline = time.monotonic() + 20
-    while waits_for_cpu(directory, NODE, incarnation) is not expected:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: waits_for_cpu(directory, NODE, incarnation) is expected)
 
 
 def test_only_who_is_ready_to_run_waits_for_a_cpu(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import structlog
 import zmq
+from waiting import eventually
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -154,13 +155,6 @@ def running(runtime: ZmqRuntime, drive: Callable[[ZmqRuntime], None] = ZmqRuntim
             runtime.close()
         if failures:
             raise failures[0]
-
-
-def eventually(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.005)
 
 
 def send(runtime: ZmqRuntime, to: str, lease_id: int, *, lossy: bool = False) -> None:

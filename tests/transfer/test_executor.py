@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from segment_bytes import slot_bytes
+from waiting import eventually
 
 from mooncake_zmq.core.actor import OpenSequence, WorkDone, WorkProgress
 from mooncake_zmq.core.messages import Hello, Sampling, SegmentRef, SlotRef
@@ -988,8 +989,5 @@ def test_closing_leaves_no_thread_descriptor_or_mapping(make_segment, crashes, t
     before = held()
     for number in (1, 2):
         live_once(number)
-    deadline = time.monotonic() + TIMEOUT_S
-    while held() != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert held() == before
+    eventually(lambda: held() == before)
     assert before[2] == others

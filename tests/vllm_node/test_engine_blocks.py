@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import time
 
 import msgpack
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from test_vllm_node import BASE, LAYOUT, Harness
+from waiting import eventually
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import BlocksAnnounced
@@ -343,10 +343,7 @@ class Publisher:
         return int.from_bytes(start, "big")
 
     def until(self, count):
-        deadline = time.monotonic() + 20
-        while len(self.told) < count:
-            assert time.monotonic() < deadline, self.told
-            time.sleep(0.005)
+        eventually(lambda: len(self.told) >= count)
         return self.told
 
     def close(self):

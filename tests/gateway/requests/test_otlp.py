@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import requests
+from waiting import eventually
 
 from mooncake_zmq.gateway.requests import otlp
 from mooncake_zmq.gateway.requests.request_log import Attempt, RequestEntry, spans
@@ -208,15 +209,6 @@ def test_a_collector_that_comes_back_is_told_what_ends_then(collector: Collector
     told = collector.wait(1)
     one.close()
     assert {values(span.attributes)["mooncake.request_id"] for span in told if span.name == "request"} == {"later"}
-
-
-def eventually(condition) -> None:
-    waiting = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        waiting.wait(0.01)
-    pytest.fail("it did not come about")
 
 
 def test_what_waits_at_the_end_is_still_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
