@@ -5,6 +5,7 @@ turn within each round, with the likeliest tokens; logits and tokens are compare
 computes, it computes on cores beside those of the requests' process, and one thread for each borrower.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,12 +100,20 @@ def bench_attend(bench: AttendBench, progress: Progress) -> Report:
             f" tokens equal; {way.step_bytes / bench.batch / 1e3:.3f} kB of payload a token"
         )
     report.notes += [
-        f"threads: {bench.threads} for {LOCAL}; with lent KV one of each lender ({bench.lenders}) beside them, so more cores",
+        threads_note(bench, len(os.sched_getaffinity(0))),
         *lamina_notes(bench, ways),
         f"{study.engine.spec.name}, {type(study.engine).__name__}, {bench.threads} threads here, stream over loopback"
         f" {'in clear' if bench.clear else 'encrypted'}; medians of {bench.rounds} x {bench.steps} steps",
     ]
     return report
+
+
+def threads_note(bench: AttendBench, cores: int) -> str:
+    """Return what computes in each way, and whether this machine has a core for each of them."""
+    note = f"threads: {bench.threads} for {LOCAL}; with lent KV one of each lender ({bench.lenders}) beside them"
+    if cores >= bench.threads + bench.lenders:
+        return f"{note}, so more cores"
+    return f"{note}, on {cores} cores, for which they wait: lenders with cores of their own would be faster"
 
 
 def lamina_notes(bench: AttendBench, ways: Mapping[str, Way]) -> Iterator[str]:

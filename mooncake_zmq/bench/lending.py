@@ -2,8 +2,8 @@
 
 Every answer is compared with that of one decode that has all the memory. In turn there are: decodes that all lend and borrow,
 for the longest prompt, and then some prompts again and again while their lenders are killed; one that keeps no whole block of a
-prompt and others that only lend, for a batch at once; one that keeps half of a prompt; and two that borrow of one lender, which
-stands still and goes on.
+prompt and others that only lend, for a batch at once; one that keeps half of a prompt, and of each prompt of a batch; and two
+that borrow of one lender, which stands still and goes on.
 """
 
 import json
@@ -84,7 +84,7 @@ class Lendings:
     def __init__(self, bench: LendingBench, progress: Progress) -> None:
         path = prepared_model(bench.model, bench.cache_dir)
         self._bench, self._progress = bench, progress
-        self._kv_bytes = 2 * bench.tokens * bench.decodes * card.of_prepared(path).spec.kv_bytes_per_token
+        self._kv_bytes = 2 * bench.tokens * max(bench.decodes, bench.batch) * card.of_prepared(path).spec.kv_bytes_per_token
         self._random = np.random.default_rng(1)
         self._answers: list[tuple[Prompt, Answer]] = []
         self._refused = 0
@@ -106,11 +106,12 @@ class Lendings:
         with self._cluster({decodes[0]: BORROWS.format(output), **lenders}) as cluster:
             tbt_s = self._batch(cluster, prompts)
         half, whole = bench.tokens // 2, [self._prompt(bench.tokens // 2 * 2)]
-        borrows = f"capacity_tokens = {half + self._long + 2 * BLOCK}, borrow = true, own_tokens = {half}"
-        with self._cluster({"decode-0": borrows, "decode-1": LENDS.format(half)}) as cluster:
-            half_s = self._batch(cluster, whole)
+        half_s = self._half(half, whole)
+        several = [self._prompt(half * 2) for _ in range(bench.batch)]
+        several_s = self._half(half, several)
         self._stop()
-        with self._cluster({"decode-0": ALL.format(bench.tokens * bench.decodes)}) as cluster:
+        output = bench.batch * (half * 2 + self._long + 2 * BLOCK)
+        with self._cluster({"decode-0": ALL.format(max(bench.tokens * bench.decodes, output))}) as cluster:
             lent = list(self._answers)
             for prompt, answer in lent:
                 expected = self._complete(cluster, prompt, max_tokens=len(answer.tokens))
@@ -118,12 +119,26 @@ class Lendings:
                     raise Refused(f"other tokens than of one decode with all memory, to a prompt of {len(prompt):,} tokens")
             here_s = self._batch(cluster, prompts)
             whole_s = self._batch(cluster, whole)
+            all_s = self._batch(cluster, several)
         self._report.row(
             f"TBT of {bench.batch} at once, all but {BLOCK} tokens elsewhere / all here", "ms", 1e3 * tbt_s, 1e3 * here_s
         )
         self._report.row(f"TBT of one, {half:,} of {2 * half:,} tokens elsewhere / all here", "ms", 1e3 * half_s, 1e3 * whole_s)
+        self._report.row(
+            f"TBT of {bench.batch} at once, {half:,} of {2 * half:,} tokens of each elsewhere / all here",
+            "ms",
+            1e3 * several_s,
+            1e3 * all_s,
+        )
         self._report.notes.append(f"{len(lent)} answers have the tokens of one decode with all memory")
         return self._report
+
+    def _half(self, half: int, prompts: Sequence[Prompt]) -> float:
+        """Return the time of a token where the second `half` of each prompt's tokens is here, and the first one elsewhere."""
+        each = half + self._long + 2 * BLOCK
+        borrows = f"capacity_tokens = {len(prompts) * each}, borrow = true, own_tokens = {half}"
+        with self._cluster({"decode-0": borrows, "decode-1": LENDS.format(len(prompts) * half)}) as cluster:
+            return self._batch(cluster, prompts)
 
     @contextmanager
     def _cluster(self, decodes: Mapping[str, str]) -> Iterator[BenchCluster]:
@@ -168,6 +183,11 @@ class Lendings:
         prompt = self._prompt(cluster.max_model_len - ANSWER_TOKENS)
         answer = self._complete(cluster, prompt)
         self._report.row(f"longest prompt of {bench.decodes} decodes / their KV", "tokens", len(prompt), total, higher=True)
+        if cluster.max_model_len < total:
+            self._report.notes.append(
+                f"the model ends at {cluster.max_model_len:,} positions, not the KV:"
+                f""" --model 'dummy:{{"max_positions": {total}}}' has as many"""
+            )
         self._report.notes.append(f"of the longest prompt others held {answer.served.get('borrowed_tokens', 0):,} tokens")
 
     def _batch(self, cluster: BenchCluster, prompts: Sequence[Prompt]) -> float:
@@ -183,24 +203,31 @@ class Lendings:
         raise Refused(f"they were never all decoded at once, {TRIALS} times: {times}")
 
     def _kill(self, cluster: BenchCluster, decodes: Sequence[str]) -> None:
-        """Ask for what no decode holds alone again and again, and kill the lenders meanwhile."""
+        """Ask for what no decode holds alone again and again, and kill the lenders meanwhile. An answer comes between two
+        kills: a request whose attempts all break is given up after `max_attempts`, as it may be what breaks them."""
         bench, over, attempts = self._bench, Event(), Counter[bool]()
-        self._refused = 0
+        self._refused, answered = 0, 0
 
         def ask(prompt: Prompt) -> None:
             while not over.is_set():
-                answer = self._complete(cluster, prompt, max_tokens=self._long)
+                answer = self._complete(cluster, prompt, max_tokens=self._long // 4)
                 attempts[int(answer.served["attempts"]) > 1] += 1
 
         def is_back(node: str, former: int) -> bool:
             return cluster.pid(node) != former and not cluster.missing()
+
+        def lending() -> str:
+            for ended in (each for each in asking if each.done()):
+                ended.result()  # what made it end says more than that nothing is lent any more
+            return next(iter(_having(cluster, decodes, "lent_tokens")), "") if attempts.total() > answered or not number else ""
 
         with ThreadPoolExecutor(LOADS) as pool:
             asking = [pool.submit(ask, self._prompt(bench.tokens * (5 + number) // 4)) for number in range(LOADS)]
             try:
                 for number in range(bench.kills):
                     self._progress(f"kill {number + 1} of {bench.kills}, after {attempts.total()} answers")
-                    victim = cluster.wait(lambda: next(iter(_having(cluster, decodes, "lent_tokens")), ""), "KV to be lent")
+                    victim = cluster.wait(lending, "KV to be lent, and an answer since the last kill")
+                    answered = attempts.total()
                     pid = cluster.pid(victim)
                     os.kill(pid, signal.SIGKILL)
                     cluster.wait(partial(is_back, victim, pid), f"{victim} to be back")

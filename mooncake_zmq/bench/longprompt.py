@@ -319,7 +319,10 @@ async def _load(
     connections = Connections(Target.of(url))
     for chat in chats:
         seen = await _asked(connections, chat.body(model, 1), 1)
-        side.first_s.append(seen.ttft_s)
+        if seen.outcome == "finished":
+            side.first_s.append(seen.ttft_s)
+        else:
+            side.failed.append(f"a first turn: {seen.error} {seen.said}")
         chat.go_on()
     progress(f"{side.name}: {wanted.turns:,} further turns, {wanted.rate:g} a second")
     before = {process: cpu_s(pid) for process, pid in pids.items()}
@@ -379,7 +382,7 @@ def _write(report: Report, wanted: LongPrompts, sides: Sequence[Side]) -> None:
     for name, most in WANTED_MS.items():
         row(f"TTFT added, {name}, {load_name} / wanted", "ms", added(ours, name), most)
     row("a first turn, alone: TTFT added / a further turn's", "ms", _first_ms(ours, direct), added(ours, "p50"))
-    row("longest gap of a short answer beside them, p99 / wanted", "ms", _gap_ms(ours) - _gap_ms(direct), GAP_WANTED_MS)
+    row("longest gap of a short answer beside them: added, p99 / wanted", "ms", _gap_ms(ours) - _gap_ms(direct), GAP_WANTED_MS)
     for other in others:
         row("turns answered / the other router's", "turns", len(ours.ttft_s), len(other.ttft_s), higher=True)
         for name in WANTED_MS:
@@ -390,7 +393,7 @@ def _write(report: Report, wanted: LongPrompts, sides: Sequence[Side]) -> None:
 
 
 def _first_ms(side: Side, direct: Side) -> float:
-    return 1e3 * (median(side.first_s) - median(direct.first_s))
+    return 1e3 * (median(side.first_s or [float("inf")]) - median(direct.first_s or [0.0]))
 
 
 def _gap_ms(side: Side) -> float:

@@ -46,7 +46,7 @@ class _Run:
         self._rounds = rounds
         self._progress = progress
         self._random = np.random.default_rng(time.time_ns())
-        self._unmet = 0
+        self._compared = self._unmet = 0
 
     def report(self, kv_bytes: int, held: int) -> Report:
         """Measure all rates. `held`: of so many of them a pool holds the prompts at a time."""
@@ -66,12 +66,14 @@ class _Run:
             f"{self._cached:,} cached tokens of {kv_bytes / 1e6:,.0f} MB and {TAIL_TOKENS} more; at rate 1, "
             f"{even / 1e6:,.1f} MB/s, fetching takes as long as computing"
         )
-        report.notes.append("the same tokens as where nothing was fetched" if not self._unmet else f"{self._unmet} differ")
+        report.notes.append(
+            f"{self._unmet} of {self._compared} answers behind fetched blocks have other tokens than where nothing was fetched"
+        )
         return report
 
     def _computed(self, prompts: Sequence[Sequence[list[int]]]) -> list[list[list[list[int]]]]:
         """Compute prompts on the first host, and return the answers of both clusters to each group of them."""
-        self._progress(f"computing {sum(map(len, prompts))} prompts on the first host")
+        self._progress(f"computing {sum(map(len, prompts))} prompts on the first host of each cluster")
         both = self._meets, self._waits
         with self._meets.only(first=True), self._waits.only(first=True):
             answers = [[[hosts.ask(prompt).tokens for prompt in group] for hosts in both] for group in prompts]
@@ -93,6 +95,7 @@ class _Run:
             fetching = self._waits.fetch(prompt)
             meeting = self._meets.ask(prompt)
             for answer, tokens in ((fetching, expected[1][number]), (meeting, expected[0][number])):
+                self._compared += 1
                 self._unmet += answer.tokens != tokens
             if number:
                 for name, answer in (("computing", computing), ("fetching", fetching), ("meeting", meeting)):

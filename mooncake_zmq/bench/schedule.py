@@ -180,7 +180,8 @@ def bench_schedule(
         report.row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S, higher=True)
     report.row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10, higher=True)
     what = "machine code" if mypyc_code.in_use() else "Python, see mooncake-zmq compile"
-    report.notes.append(f"{what}; CPU time of one thread; references are goals, or in rows against RadixTree what it does")
+    report.notes.append(f"{what}; CPU time of one thread, in rows over ZeroMQ wall-clock time")
+    report.notes.append("references are goals, but in rows against RadixTree and beside one model the rates of these")
     return report
 
 

@@ -83,6 +83,8 @@ class Joining:
         """The number of gaps over which TBT spreads a wait between the first two tokens."""
         self.wait_share = gaps.FIRST_GAP_STEPS / self.longest
         """The share of a step that the wait for a running step of other requests adds to TBT."""
+        self.takes_unreported = False
+        """Whether decodes that have not reported count as if they had room."""
         self.looked_at: dict[DecodeNode, float] = {}
         """The gap with each evaluated decode, inf where it has no room."""
 
@@ -108,19 +110,31 @@ class Batches:
     ) -> DecodeChoice | None:
         """Return the choice among the candidates. Of tied decodes one on `host` is preferred, where the handoff is a read of
         shared memory; otherwise, among the `MOST_TIES` (or a few more) with the lightest load, the one with the most free
-        tokens, then by name. Decodes in `exclude` are taken only if no other has room, and those in `without` never."""
+        tokens, then by name. Decodes in `exclude` are taken only if no other has room, and those in `without` never. A decode
+        that has just come up, of whose room nothing is known, is taken only if no other is."""
         self._look_at_stale(now, joining, candidates)
         self._look_at_holders(joining, candidates)
-        node = self._least(joining, candidates, host, without.union(exclude) if without and exclude else without or exclude)
+        barred = without.union(exclude) if without and exclude else without or exclude
+        node = self._least(joining, candidates, host, barred)
         if node is None and exclude:
             node = self._least(joining, candidates, host, without)
-        if node is not None:
-            return self.promise(joining, node)
-        if not joining.may_borrow:
-            return None
-        return self._borrowing(joining, candidates, without.union(exclude)) or self._borrowing(joining, candidates, without)
+        if node is None and joining.may_borrow:
+            borrowing = self._borrowing(joining, candidates, barred) or self._borrowing(joining, candidates, without)
+            if borrowing is not None:
+                return borrowing
+        if node is None:
+            node = self._unreported(joining, candidates, host, barred) or self._unreported(joining, candidates, host, without)
+        return None if node is None else self.promise(joining, node)
 
-    def _borrowing(self, joining: Joining, candidates: Candidates, without: frozenset[str]) -> DecodeChoice | None:
+    def _unreported(self, joining: Joining, candidates: Candidates, host: str, exclude: Collection[str]) -> DecodeNode | None:
+        """Return the best of the decodes that have not reported, all of which count as if they had room."""
+        found = [node for there in candidates.by_host.values() for node in there if node.load is None]
+        joining.takes_unreported = True
+        for node in found:
+            joining.looked_at.pop(node, None)
+        return self._least(joining, candidates, host, exclude) if found else None
+
+    def _borrowing(self, joining: Joining, candidates: Candidates, without: Collection[str]) -> DecodeChoice | None:
         """Return the choice of a decode that borrows what it has no room for; None if there is none."""
         nodes = [node for node in candidates.reported if not node.draining and node.name not in without]
         found = borrowing(nodes, joining.borrower_tokens, int(joining.own_tokens), joining.tenant)
@@ -221,6 +235,8 @@ class Batches:
             left_tokens = _left_tokens(joining, node) if joining.tenant in node.tenants else 0.0
             is_whole = not (node.borrows and joining.may_borrow) or joining.tenant in node.tenants
             fits = is_whole or joining.own_tokens <= node.own_tokens
+            if node.load is None:
+                fits = joining.takes_unreported
             roomy = fits and node.has_room(joining.need_tokens, joining.choices, left_tokens)
             if fits and not roomy and (joining.wait_s > 0 or node.coming):
                 roomy = node.will_have_room(

@@ -18,6 +18,7 @@ from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.layout import BlockLayout
 
 NEWER = "a newer attempt is here"
+TOO_LONG = "prompt is longer than the KV budget"
 
 
 class Admission:
@@ -68,7 +69,9 @@ class Admission:
         reason = lack or self._refusal(sender, message, budget - lent)
         if reason is not None:
             self._counts.add("reservations_denied")
-            return [*effects, _denied(sender, message, reason, full=lack is not None)]
+            # One that borrows may take with lenders what was sent without, before its conductor knew what it holds.
+            full = lack is not None or (reason == TOO_LONG and self._settings.borrow and not message.kept_tokens)
+            return [*effects, _denied(sender, message, reason, full=full)]
         request = self._admit(now, sender, message, budget, effects, lent)
         for sibling in message.siblings:
             effects += self._reserve_sibling(now, request, sibling, budget)
@@ -169,7 +172,7 @@ class Admission:
         sampling = message.sampling
         if not self._layout.has_token(sampling.largest_token) or not sampling.fits(message.past, message.tokens):
             return "sampling does not match tokens"
-        return None if budget <= self._budget.capacity_tokens else "prompt is longer than the KV budget"
+        return None if budget <= self._budget.capacity_tokens else TOO_LONG
 
 
 def _denied(prefill: str, message: ReserveDecode, reason: str, *, full: bool) -> Send:

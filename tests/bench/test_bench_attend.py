@@ -54,3 +54,9 @@ def test_other_tokens_than_those_of_all_kv_at_hand_are_no_figures(monkeypatch: p
     result = CliRunner().invoke(bench, ["attend", "--model", MODEL, "--backend", "numpy", *SIZES])
     assert result.exit_code != 0
     assert "greatest error of a logit nan" in result.output
+
+
+def test_lenders_without_cores_of_their_own_are_said_so() -> None:
+    bench = attend.AttendBench(threads=1, lenders=3)
+    assert attend.threads_note(bench, cores=4).endswith("so more cores")
+    assert "on 2 cores, for which they wait" in attend.threads_note(bench, cores=2)

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from array import array
 from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench import longprompt
+from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.longprompt import LongPrompts, sleeping_servers
 from mooncake_zmq.bench.sleeping_vllm import asked_tokens
@@ -47,6 +50,19 @@ def test_running_servers_are_measured_in_place_of_those_that_sleep(tmp_path: Pat
     report = json.loads(result.stdout.splitlines()[-1])
     assert {each["name"] for each in report["memory"]} == {"conductor-0", "gateway-0", "vllm-0"}
     assert {row["name"]: row["value"] for row in report["rows"]}["turns answered, 1,000 tokens, 5/s / sent"] == 5
+
+
+def test_a_first_turn_that_fails_is_counted_and_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = iter([Seen(error="refused", said="not now"), Seen(finished=True, token_s=array("d", [0.5]))])
+
+    async def asked(connections: object, body: bytes, tokens: int) -> Seen:
+        return next(first, Seen(finished=True, token_s=array("d", [0.1] * tokens)))
+
+    monkeypatch.setattr(longprompt, "_asked", asked)
+    load = LongPrompts(tokens=1000, rate=50, seconds=1, chats=2)
+    side = longprompt._side("ours", "http://127.0.0.1:9", "m", load, 0, {}, lambda text: None)
+    assert side.first_s == [0.5]
+    assert side.failed == ["a first turn: refused not now"]
 
 
 def test_a_server_that_is_not_there_is_said_so(tmp_path: Path) -> None:

@@ -196,3 +196,14 @@ def test_a_decode_that_borrows_what_it_does_not_want_of_a_prompt_holds_what_is_k
     cluster = Cluster(1)
     cluster.decode_load("d0", borrows=True, own_tokens=0)
     assert place(cluster, kept_tokens=BLOCK).decode == "d0"
+
+
+def test_a_decode_of_whose_room_nothing_is_known_is_taken_only_when_no_other_has_room_or_borrows():
+    cluster = lending()
+    cluster.up("d9", "decode", "h9")
+    placed = place(cluster)
+    assert placed.lenders
+    assert placed.decode != "d9"
+    for number in range(4):
+        cluster.decode_load(f"d{number}", free=FREE, capacity=FREE)
+    assert place(cluster).decode == "d9"

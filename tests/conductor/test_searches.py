@@ -235,6 +235,8 @@ def test_a_decode_that_joins_slow_ones_is_found(monkeypatch):
             cluster.decode_load(name, running=0, max_batch=24, room=24, step=step)
         cluster.advance(0.25)
     cluster.up("d3", "decode", "h3")
+    assert cluster.schedule(tokens=1000).decode != "d3"  # nothing is known of its room
+    cluster.decode_load("d3", running=0, max_batch=24, room=24)
     assert cluster.schedule(tokens=1000).decode == "d3"
     cluster.conductor.check(cluster.now)
 

@@ -234,7 +234,9 @@ def test_a_prompt_for_which_too_little_is_lent_is_denied_and_what_was_lent_retur
 def test_nothing_is_borrowed(settings, changes):
     node = Node(**settings)
     node.reserve(**changes)
-    assert "longer" in node.one(DecodeDenied).reason
+    denied = node.one(DecodeDenied)
+    assert "longer" in denied.reason
+    assert denied.full == (settings == {}), "one that borrows takes it with lenders: the request is not at fault"
     assert not node.take(LendBlocks)
 
 

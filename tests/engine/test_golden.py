@@ -19,30 +19,49 @@ def assert_rows_match(golden, prompt, logits_of):
         np.testing.assert_allclose(logits[golden["fixed_ids"]], golden["fixed_logits"][row], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("chunk", [None, 333])
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_logits(default_model, golden, golden_prompts, prompt, chunk):
-    tokens = golden_prompts[prompt]
-    chunk = chunk or len(tokens)
-    wanted = golden["row_position"][golden["row_prompt"] == prompt]
-    sequence = default_model.new_sequence(len(tokens))
+def prefilled(model, golden, prompt, tokens, chunk, room=0):
+    """Compute one prompt in chunks; return its sequence, and the logits at each recorded position and the last one."""
+    last = len(tokens) - 1
+    wanted = sorted({last, *map(int, golden["row_position"][golden["row_prompt"] == prompt])})
+    sequence = model.new_sequence(len(tokens) + room)
     logits_of = {}
     for start in range(0, len(tokens), chunk):
-        inside = [int(position) for position in wanted if start <= position < start + chunk]
-        logits = default_model.prefill(
+        inside = [position for position in wanted if start <= position < start + chunk]
+        logits = model.prefill(
             sequence, tokens[start : start + chunk], logits_at=[position - start for position in inside] or None
         )
         logits_of |= dict(zip(inside, logits if inside else [], strict=True))
+    return sequence, logits_of
+
+
+@pytest.fixture(scope="module")
+def whole(default_model, golden, golden_prompts):
+    """Each prompt computed in one piece, with room for its answer."""
+    computed = [
+        prefilled(default_model, golden, prompt, tokens, len(tokens), golden["greedy"].shape[1])
+        for prompt, tokens in enumerate(golden_prompts)
+    ]
+    yield computed
+    for sequence, _ in computed:
+        sequence.close()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits(whole, golden, prompt):
+    assert_rows_match(golden, prompt, whole[prompt][1])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits_of_a_prompt_in_chunks(default_model, golden, golden_prompts, prompt):
+    sequence, logits_of = prefilled(default_model, golden, prompt, golden_prompts[prompt], 333)
     sequence.close()
     assert_rows_match(golden, prompt, logits_of)
 
 
-def test_greedy_tokens_by_i3(default_model, golden, golden_prompts):
+def test_greedy_tokens_by_i3(default_model, whole, golden, golden_prompts):
     """All prompts in one continuous batch. Each step is given the reference's tokens and must choose the next one."""
-    sequences, logits = [], []
-    for tokens in golden_prompts:
-        sequences.append(default_model.new_sequence(len(tokens) + 48))
-        logits.append(default_model.prefill(sequences[-1], tokens)[0])
+    sequences = [sequence for sequence, _ in whole]
+    logits = [logits_of[len(tokens) - 1] for (_, logits_of), tokens in zip(whole, golden_prompts, strict=True)]
     ties = 0
     for step in range(golden["greedy"].shape[1]):
         for prompt, row in enumerate(logits):
@@ -51,8 +70,6 @@ def test_greedy_tokens_by_i3(default_model, golden, golden_prompts):
             else:
                 assert row.argmax() == golden["greedy"][prompt, step], f"prompt {prompt}, token {step}"
         logits = default_model.decode(sequences, golden["greedy"][:, step])
-    for sequence in sequences:
-        sequence.close()
     assert ties <= TIES_MAX_SHARE * golden["greedy"].size
 
 
