@@ -47,7 +47,7 @@ def zoo(
     """Every workload of the zoo under every policy, each beside the clairvoyant's optimum, in virtual time.
 
     Tokens computed over the least that a clairvoyant with endless memory would compute (regret), mean TTFT, the gap after the
-    first token, the share within the TBT, and the error of predictions. A minute and a half of CPU, with --small half a minute.
+    first token, the share within the TBT, and the error of predictions. Three minutes of CPU; see --small and --policy.
     """
     from mooncake_zmq.bench.zoo import bench_zoo, names, policies_of
     from mooncake_zmq.laboratory.command import runs_display
