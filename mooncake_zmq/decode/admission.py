@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.links import MissingLinks
 from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling, has_field
 from mooncake_zmq.core.tenant_room import leaves_room
 from mooncake_zmq.decode.borrowing import Borrowing
@@ -54,6 +55,7 @@ class Admission:
         self._drain = drain
         self._ids = ids
         self._counts = counts
+        self.links = MissingLinks()
 
     def on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
         """Reserve KV for a request and its further choices, or deny it."""
@@ -69,9 +71,8 @@ class Admission:
         reason = lack or self._refusal(sender, message, budget - lent)
         if reason is not None:
             self._counts.add("reservations_denied")
-            # One that borrows may take with lenders what was sent without, before its conductor knew what it holds.
-            full = lack is not None or (reason == TOO_LONG and self._settings.borrow and not message.kept_tokens)
-            return [*effects, _denied(sender, message, reason, full=full)]
+            passing = lack is not None or self._passes(now, sender, message, reason)
+            return [*effects, _denied(sender, message, reason, full=passing)]
         request = self._admit(now, sender, message, budget, effects, lent)
         for sibling in message.siblings:
             effects += self._reserve_sibling(now, request, sibling, budget)
@@ -151,9 +152,9 @@ class Admission:
 
     def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
         """Return why this decode can never take the request, or None. Such an attempt is repeated a few times at most."""
-        for peer in (message.gateway, sender):
-            if peer not in self._peers:
-                return f"{peer} is not reachable from {self._name}"
+        missing = self._missing(sender, message)
+        if missing:
+            return f"{missing} is not reachable from {self._name}"
         size = self._layout.block_tokens
         if (
             message.tokens < 1
@@ -173,6 +174,18 @@ class Admission:
         if not self._layout.has_token(sampling.largest_token) or not sampling.fits(message.past, message.tokens):
             return "sampling does not match tokens"
         return None if budget <= self._budget.capacity_tokens else TOO_LONG
+
+    def _passes(self, now: float, prefill: str, message: ReserveDecode, reason: str) -> bool:
+        """Return whether a refusal is of no fault of the request: a link has yet to come up; or the conductor did not know yet
+        what this decode holds, which may take with lenders what was sent without."""
+        missing = self._missing(prefill, message)
+        if missing:
+            return self.links.is_passing(now, missing)
+        return reason == TOO_LONG and self._settings.borrow and not message.kept_tokens
+
+    def _missing(self, prefill: str, message: ReserveDecode) -> str:
+        """Return a node that the request needs and that is down; empty if there is none."""
+        return next((peer for peer in (message.gateway, prefill) if peer not in self._peers), "")
 
 
 def _denied(prefill: str, message: ReserveDecode, reason: str, *, full: bool) -> Send:

@@ -246,6 +246,7 @@ class Decode:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
+                self._admission.links.peer_up(up.peer)
                 self._reports.peer_up(up)
                 return self._pool.peer_up(now, up)
             case PeerDown(peer, _):

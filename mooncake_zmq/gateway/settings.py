@@ -29,7 +29,8 @@ class RequestsSettings:
     """Time without a token after which an attempt is given up and placed again: longer than the longest prefill's queue."""
     max_attempts: int = 12
     """Attempts of one request that may break (a node died, a block did not verify) before it gets an error: the request itself
-    may break them. Attempts that found no room do not count; the deadline bounds them."""
+    may break them. Attempts that found no room, or for which a link had yet to come up, do not count; the deadline bounds
+    them."""
     backoff_s: float = 0.05
     """Pause before the second attempt; doubled for each further one."""
     backoff_max_s: float = 1.0

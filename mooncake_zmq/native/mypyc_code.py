@@ -35,7 +35,10 @@ class Part(NamedTuple):
 
 
 _ACTORS = (
-    *(f"core.{name}" for name in ("chunking", "costs", "gaps", "drain", "handlers", "order", "speed", "transfer_stats")),
+    *(
+        f"core.{name}"
+        for name in ("chunking", "costs", "gaps", "drain", "handlers", "links", "order", "speed", "transfer_stats")
+    ),
     *(f"core.{name}" for name in ("actor_parts", "reports", "timers", "turns")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slot_table", "slots")),
     *(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.links import MissingLinks
 from mooncake_zmq.core.messages import Hello, StartPrefill
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.job import Job, are_known, tokens_of
@@ -37,6 +38,7 @@ class Admission:
         self._queue = queue
         self._waiting = waiting
         self._drain = drain
+        self.links = MissingLinks()
 
     @property
     def room(self) -> int:
@@ -80,8 +82,7 @@ class Admission:
             return "prompt is longer than the slab"
         if message.stages and message.prompt_logprobs is not None:
             return "a pipeline returns no probabilities of a prompt"
-        missing = self.missing(message)
-        return f"{missing} is not reachable from {self._slab.name}" if missing else None
+        return None
 
     def missing(self, message: StartPrefill) -> str:
         """Return a node that the request needs and that is down or has another role by now; empty if there is none."""

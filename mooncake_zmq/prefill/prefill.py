@@ -253,6 +253,7 @@ class Prefill:
         match event:
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
+                self._admission.links.peer_up(up.peer)
                 self._reports.peer_up(up)
                 slab = self._announcer.whole() if up.hello.role == "conductor" else []
                 return [*(Send(up.peer, message) for message in slab), *self._pool.peer_up(now, up)]
@@ -360,11 +361,13 @@ class Prefill:
             return []
         effects = self._ends.drop(now, current, "a newer attempt is here") if current is not None else []
         lack = self._admission.lack(message.tenant)
-        reason = lack or self._admission.refusal(message)
+        reason, full = lack or self._admission.refusal(message), lack is not None
+        missing = self._admission.missing(message)
+        if reason is None and missing:
+            reason, full = f"{missing} is not reachable from {self.name}", self._admission.links.is_passing(now, missing)
         if reason is not None:
             self.counts.add("jobs_refused")
-            avoid = self._admission.missing(message)
-            return effects + attempts_failed(sender, attempts_of(message), reason, full=lack is not None, avoid=avoid)
+            return effects + attempts_failed(sender, attempts_of(message), reason, full=full, avoid=missing)
         group = Group(message, self._layout, self._settings.chunk_tokens) if message.stages else None
         rank = self._workload.rank(now, message, len(tokens_of(message)) // 4, group.share if group else 1.0)
         job = Job(request=message, gateway=sender, order=self._ids.new(), rank=rank, arrived_at=now, group=group)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE, MOVE_AGAIN_S
+from mooncake_zmq.core.links import LINK_S
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -223,7 +224,6 @@ def test_a_reservation_takes_whole_blocks_for_the_prompt_and_the_first_token(nod
     ("changes", "why"),
     [
         ({"length": 64}, "KV"),
-        ({"gateway": "g9"}, "reachable"),
         ({"tail": b""}, "match"),
         ({"tokens": 0, "tail": b""}, "match"),
         ({"length": 5, "reuse_keys": (b"k" * 16,) * 2}, "match"),
@@ -234,6 +234,16 @@ def test_a_reservation_that_cannot_be_kept_is_denied_for_good(node, changes, why
     denied = node.one(DecodeDenied, "p0")
     assert why in denied.reason
     assert not denied.full, "it counts as an attempt that broke"
+    assert_nothing_left(node)
+
+
+def test_a_reservation_for_a_gateway_that_has_yet_to_come_up_finds_no_room_and_fails_if_it_stays_away(node):
+    for attempt, full in ((1, True), (2, False)):
+        node.reserve(attempt=attempt, gateway="g9")
+        denied = node.one(DecodeDenied, "p0")
+        assert "not reachable" in denied.reason
+        assert denied.full == full
+        node.advance(LINK_S)
     assert_nothing_left(node)
 
 

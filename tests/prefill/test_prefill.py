@@ -10,6 +10,7 @@ from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE_AGAIN_S
+from mooncake_zmq.core.links import LINK_S
 from mooncake_zmq.core.messages import (
     MAX_BLOCKS,
     MAX_TOKENS,
@@ -598,15 +599,27 @@ def test_a_full_queue_refuses_at_once():
         {"tokens": b""},
         {"tokens": b"abc"},
         {"keys": ()},
-        {"decode": "d9"},
         {"tokens": pack_tokens(prompt(100)), "keys": tuple(extend_keys(ROOT, pack_tokens(prompt(100)), B))},
     ],
-    ids=["no tokens", "torn tokens", "keys", "decode", "too long"],
+    ids=["no tokens", "torn tokens", "keys", "too long"],
 )
 def test_a_job_that_cannot_be_done_here_is_refused(node, bad):
     node.start(**bad)
     failed = node.one(AttemptFailed, "g")
     assert (failed.attempt, failed.full) == (1, False), "the next attempts would fare no better: they are limited"
+    assert node.busy() == {}
+
+
+def test_a_job_whose_decode_has_yet_to_come_up_finds_no_room_and_one_whose_decode_stays_away_fails(node):
+    for attempt, full in ((1, True), (2, False)):
+        node.start(decode="d9", attempt=attempt)
+        failed = node.one(AttemptFailed, "g")
+        assert (failed.full, failed.avoid) == (full, "d9")
+        node.advance(LINK_S)
+    node.up("d9", role="decode")
+    node.down("d9")
+    node.start(decode="d9", attempt=3)
+    assert node.one(AttemptFailed, "g").full, "its link was up meanwhile"
     assert node.busy() == {}
 
 
