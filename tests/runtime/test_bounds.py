@@ -10,12 +10,12 @@ from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
 from mooncake_zmq.store.protocol import MAX_FRAME_BYTES as MAX_STORE_FRAME_BYTES
 
 BOUND_BYTES = 64 << 20
-SCRIPTS = Path(__file__).parent
+SCRIPTS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
 
 
 def grown(tmp_path: Path, script: str, *arguments: str) -> tuple[int, int]:
     """What a script, run beside `hostile`, tells: by how many bytes it grew, and how many it was sent."""
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{script}"
+    code = f"import sys; sys.path[:0] = {SCRIPTS!r}\n{script}"
     command = [sys.executable, "-c", code, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
