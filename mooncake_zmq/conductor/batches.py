@@ -122,17 +122,12 @@ class Batches:
             borrowing = self._borrowing(joining, candidates, barred) or self._borrowing(joining, candidates, without)
             if borrowing is not None:
                 return borrowing
-        if node is None:
-            node = self._unreported(joining, candidates, host, barred) or self._unreported(joining, candidates, host, without)
+        if node is None and candidates.unreported:
+            joining.takes_unreported = True
+            for each in candidates.unreported:
+                joining.looked_at.pop(each, None)
+            node = self._least(joining, candidates, host, barred) or self._least(joining, candidates, host, without)
         return None if node is None else self.promise(joining, node)
-
-    def _unreported(self, joining: Joining, candidates: Candidates, host: str, exclude: Collection[str]) -> DecodeNode | None:
-        """Return the best of the decodes that have not reported, all of which count as if they had room."""
-        found = [node for there in candidates.by_host.values() for node in there if node.load is None]
-        joining.takes_unreported = True
-        for node in found:
-            joining.looked_at.pop(node, None)
-        return self._least(joining, candidates, host, exclude) if found else None
 
     def _borrowing(self, joining: Joining, candidates: Candidates, without: Collection[str]) -> DecodeChoice | None:
         """Return the choice of a decode that borrows what it has no room for; None if there is none."""

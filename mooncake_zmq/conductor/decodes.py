@@ -149,10 +149,13 @@ class Candidates:
         self.busy: Ranking[DecodeNode] = Ranking()
         self.reported: dict[DecodeNode, None] = {}
         """The decodes that reported, the longest ago first."""
+        self.unreported: dict[DecodeNode, None] = {}
+        """The decodes that have come up and not reported."""
 
     def leave(self, node: DecodeNode) -> None:
         """Remove a decode."""
         self.reported.pop(node, None)
+        self.unreported.pop(node, None)
         self.idle.remove(node)
         self.busy.remove(node)
         mine = self.by_host[node.host]
@@ -169,6 +172,7 @@ class Candidates:
         times = [node.reported_at for node in self.reported]
         assert times == sorted(times)
         assert set(self.reported) == {node for node in members if node.load is not None}
+        assert set(self.unreported) == {node for node in members if node.load is None}
         assert {node for mine in self.by_host.values() for node in mine} == set(members)
 
 
@@ -200,6 +204,7 @@ class Decodes:
         self.by_name[name] = node
         if candidates is not None:
             candidates.by_host.setdefault(host, []).append(node)
+            candidates.unreported[node] = None
         self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
@@ -231,6 +236,7 @@ class Decodes:
         node.reported_at = now
         candidates = node.candidates
         if candidates is not None:
+            candidates.unreported.pop(node, None)
             candidates.reported.pop(node, None)
             candidates.reported[node] = None
         self._set_room(node)
