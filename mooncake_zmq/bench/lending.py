@@ -206,7 +206,7 @@ class Lendings:
         """Ask for what no decode holds alone again and again, and kill the lenders meanwhile. An answer comes between two
         kills: a request whose attempts all break is given up after `max_attempts`, as it may be what breaks them."""
         bench, over, attempts = self._bench, Event(), Counter[bool]()
-        self._refused, answered = 0, 0
+        self._refused, answered = 0, -1
 
         def ask(prompt: Prompt) -> None:
             while not over.is_set():
@@ -219,7 +219,7 @@ class Lendings:
         def lending() -> str:
             for ended in (each for each in asking if each.done()):
                 ended.result()  # what made it end says more than that nothing is lent any more
-            return next(iter(_having(cluster, decodes, "lent_tokens")), "") if attempts.total() > answered or not number else ""
+            return next(iter(_having(cluster, decodes, "lent_tokens")), "") if attempts.total() > answered else ""
 
         with ThreadPoolExecutor(LOADS) as pool:
             asking = [pool.submit(ask, self._prompt(bench.tokens * (5 + number) // 4)) for number in range(LOADS)]

@@ -114,31 +114,38 @@ class Batches:
         that has just come up, of whose room nothing is known, is taken only if no other is."""
         self._look_at_stale(now, joining, candidates)
         self._look_at_holders(joining, candidates)
-        barred = without.union(exclude) if without and exclude else without or exclude
-        node = self._least(joining, candidates, host, barred)
-        if node is None and exclude:
-            node = self._least(joining, candidates, host, without)
-        if node is None and joining.may_borrow:
-            borrowing = self._borrowing(joining, candidates, barred) or self._borrowing(joining, candidates, without)
-            if borrowing is not None:
-                return borrowing
-        if node is None and candidates.unreported:
+        barred = (without.union(exclude), without) if exclude else (without,)
+        choice = self._with_room(joining, candidates, host, barred)
+        if choice is None and joining.may_borrow:
+            choice = self._borrowing(joining, candidates, barred)
+        if choice is None and candidates.unreported:
             joining.takes_unreported = True
-            for each in candidates.unreported:
-                joining.looked_at.pop(each, None)
-            node = self._least(joining, candidates, host, barred) or self._least(joining, candidates, host, without)
-        return None if node is None else self.promise(joining, node)
-
-    def _borrowing(self, joining: Joining, candidates: Candidates, without: Collection[str]) -> DecodeChoice | None:
-        """Return the choice of a decode that borrows what it has no room for; None if there is none."""
-        nodes = [node for node in candidates.reported if not node.draining and node.name not in without]
-        found = borrowing(nodes, joining.borrower_tokens, int(joining.own_tokens), joining.tenant)
-        if found is None:
-            return None
-        joining.need_tokens = joining.borrower_tokens
-        choice = self.stay(joining, found[0])
-        choice.lent = found[1]
+            for node in candidates.unreported:
+                joining.looked_at.pop(node, None)
+            choice = self._with_room(joining, candidates, host, barred)
         return choice
+
+    def _with_room(
+        self, joining: Joining, candidates: Candidates, host: str, barred: Sequence[frozenset[str]]
+    ) -> DecodeChoice | None:
+        """Return the choice of a decode with room outside the first set of names in `barred`, or else outside the next one."""
+        for names in barred:
+            node = self._least(joining, candidates, host, names)
+            if node is not None:
+                return self.promise(joining, node)
+        return None
+
+    def _borrowing(self, joining: Joining, candidates: Candidates, barred: Sequence[frozenset[str]]) -> DecodeChoice | None:
+        """Return the choice of a decode that borrows what it has no room for, by the same rule; None if there is none."""
+        for names in barred:
+            nodes = [node for node in candidates.reported if not node.draining and node.name not in names]
+            found = borrowing(nodes, joining.borrower_tokens, int(joining.own_tokens), joining.tenant)
+            if found is not None:
+                joining.need_tokens = joining.borrower_tokens
+                choice = self.stay(joining, found[0])
+                choice.lent = found[1]
+                return choice
+        return None
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
         """Return the choice of a node whether it has room or not: it also prefills the request, and what does not fit there at
