@@ -78,12 +78,12 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
 
 def test_the_answers_of_a_drained_node_go_on_elsewhere_it_takes_nothing_and_serves_again(cluster: ToyCluster) -> None:
     body = greedy(prompt=[7] * 40, max_tokens=LONG, stream=True)
-    body |= {"stream_options": {"include_usage": True}, "n": 8}  # for seconds: nodes report each second
+    body |= {"stream_options": {"include_usage": True}, "n": 8}
     gateways = Gateways({"gateway-0": cluster.url})
     with web.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        decode = eventually(lambda: _busy_decode(gateways), what="it is seen where the request runs")
+        decode = eventually(lambda: _busy_decode(cluster), what="it runs in a decode")
         told = gateways.order(f"/admin/drain/{decode}", "POST")[1]
         assert told["cordoned"]
         others = {cluster.complete_text(prompt=[number] * 40, max_tokens=4)["mooncake"]["decode"] for number in range(4)}
@@ -146,6 +146,7 @@ def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_c
     assert cluster.complete_text(prompt=[8] * 40, max_tokens=4)["choices"][0]["token_ids"]
 
 
-def _busy_decode(gateways: Gateways) -> str | None:
-    nodes = [each for each in gateways.snapshot()[1]["nodes"] if each["role"] == "decode"]
-    return next((each["name"] for each in nodes if each.get("gauges", {}).get("requests_running")), None)
+def _busy_decode(cluster: ToyCluster) -> str | None:
+    """A decode that runs requests: by its own state, as nodes report each second only, when a toy's answer may be over."""
+    states = {name: each for name, each in cluster.dumps().items() if name.startswith("decode")}
+    return next((name for name, each in states.items() if each["gauges"]["requests_running"]), None)
