@@ -216,13 +216,14 @@ def test_a_silent_peer_goes_down(tmp_path: Path) -> None:
 
 
 def test_the_log_tells_who_came_went_and_was_refused(tmp_path: Path) -> None:
-    with structlog.testing.capture_logs() as lines, running(make(tmp_path, "a", ["b"])):
+    a = Echo()
+    with structlog.testing.capture_logs() as lines, running(make(tmp_path, "a", ["b"], actor=a)):
 
         def states() -> list[str]:
             return [str(line["state"]).partition(" differs")[0] for line in lines if line["event"] == "peer"]
 
         with running(make(tmp_path, "b", ["a"], incarnation=2)):
-            eventually(lambda: "up" in states())
+            eventually(lambda: a.of(PeerUp) and "up" in states())  # both log, and b may be the first
         eventually(lambda: "down" in states())
         other = make(tmp_path, "b", ["a"], incarnation=3)
         other.node.session._hello = msgspec.structs.replace(HELLO, model="another")
