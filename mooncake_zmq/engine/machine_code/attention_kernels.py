@@ -119,7 +119,7 @@ def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, va
 
 
 @njit(**OPTIONS)
-def _score(queries, dim, tile, out, span, rows):
+def score(queries, dim, tile, out, span, rows):
     """Add to out: out += queries @ a tile of keys."""
     if rows < FEW_ROWS:
         multiply_float32(queries, dim, tile, KEY_TILE, 0, 0, 0, dim, out, span, rows)
@@ -130,25 +130,25 @@ def _score(queries, dim, tile, out, span, rows):
 
 
 @njit(**OPTIONS)
-def _mix(scores, span, values, dim, count, out, rows):
-    """Add to out: out += scores @ values, `count` of them."""
+def mix(scores, span, values, pitch, dim, count, out, rows):
+    """Add to out: out += scores @ values, `count` of them, `pitch` numbers apart."""
     column = 0
     while column < dim:
         at, here = values + 4 * column, out + 4 * column
         if rows >= FEW_ROWS and dim - column >= TILE_COLUMNS:
-            multiply_tile(scores, span, at, dim, 0, 0, 0, count, here, dim, rows)
+            multiply_tile(scores, span, at, pitch, 0, 0, 0, count, here, dim, rows)
             column += TILE_COLUMNS
         elif dim - column >= 64:
-            multiply_float32(scores, span, at, dim, 0, 0, 0, count, here, dim, rows)
+            multiply_float32(scores, span, at, pitch, 0, 0, 0, count, here, dim, rows)
             column += 64
         elif dim - column >= 32:
-            multiply_32(scores, span, at, dim, 0, 0, 0, count, here, dim, rows)
+            multiply_32(scores, span, at, pitch, 0, 0, 0, count, here, dim, rows)
             column += 32
         elif dim - column >= 16:
-            multiply_16(scores, span, at, dim, 0, 0, 0, count, here, dim, rows)
+            multiply_16(scores, span, at, pitch, 0, 0, 0, count, here, dim, rows)
             column += 16
         else:
-            multiply_2(scores, span, at, dim, 0, 0, 0, count, here, dim, rows)
+            multiply_2(scores, span, at, pitch, 0, 0, 0, count, here, dim, rows)
             column += 2
 
 
@@ -188,11 +188,11 @@ def attend_tiles(queries, scores, mixed, state, keys, values, first, last, posit
             scores[row] = 0.0
         for tile in range(begin, end):
             here, out = keys + 4 * tile * dim * KEY_TILE, scores.ctypes.data + 4 * (tile - begin) * KEY_TILE
-            _score(queries.ctypes.data, dim, here, out, span, rows)
+            score(queries.ctypes.data, dim, here, out, span, rows)
         for row in range(rows):
             own = max(0, min(count, positions[row // group] + 1 - begin * KEY_TILE))
             if own:
                 _exponentiate(scores[row], own, state[row], mixed[row], shift)
             for index in range(own, count):
                 scores[row, index] = 0.0
-        _mix(scores.ctypes.data, span, values + 4 * begin * KEY_TILE * dim, dim, count, mixed.ctypes.data, rows)
+        mix(scores.ctypes.data, span, values + 4 * begin * KEY_TILE * dim, dim, dim, count, mixed.ctypes.data, rows)

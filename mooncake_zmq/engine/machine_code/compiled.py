@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,12 @@ from mooncake_zmq.engine.elsewhere import Elsewhere, FarKV, Floats, Partial
 from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, check_whole
 from mooncake_zmq.engine.llama import Attend, Attending, Llama, positions_of
 from mooncake_zmq.engine.machine_code import object_code
+from mooncake_zmq.engine.machine_code.few_tables import FewTable, has_machine_code, table_of
 from mooncake_zmq.engine.machine_code.placed_parts import NO_CACHE, PlacingCodedKV, PlacingSequenceKV, cache_row
 from mooncake_zmq.engine.machine_code.step_layout import (
-    ARRAY_FIELDS,
     ATTENDING_ROWS,
     CACHE_FIELDS,
+    FEW_AT,
     LAYER_ROWS,
     SPAN_TILES,
     Array,
@@ -33,6 +35,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 from mooncake_zmq.engine.matrices.quantized import Form, Panels
 from mooncake_zmq.engine.offsets import offsets_of
+from mooncake_zmq.engine.selection.few_of_many import FewOfMany
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.kv.codec import Codec
 
@@ -102,6 +105,7 @@ class CompiledLlama(Llama):
         }
         self._kept: dict[int, dict[Array, NDArray[Any]]] = {}
         """The arrays of each rank's largest prefill, by rank."""
+        self._few_tables: WeakKeyDictionary[FewOfMany, FewTable] = WeakKeyDictionary()
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
         self._model: dict[Array, NDArray[Any]] = {
             Array.NORMS: np.stack([tensors[name] for name in (*norms, "final_norm")]),
@@ -111,9 +115,15 @@ class CompiledLlama(Llama):
         }
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        check_whole(*sequences)
+        return self.decode_over(sequences, tokens)
+
+    def decode_over(self, sequences: Sequence[SequenceKV | Attending], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """See `Llama.decode_over`. Attention to few of many tokens is machine code too, that of others is called."""
+        if not all(isinstance(each, SequenceKV) or _chooses_in_machine_code(each) for each in sequences):
+            return super().decode_over(sequences, tokens)
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
-        check_whole(*sequences)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work = self._begun(sequences, tokens)
@@ -198,12 +208,18 @@ class CompiledLlama(Llama):
     ) -> dict[Array, NDArray[Any]]:
         """Return the arrays of a step of these tokens, but for the caches of sequences that are none of ours."""
         work = _workspace(self.spec, len(sequences), self._team.size, parts_elsewhere)
-        work[Array.CACHES][:] = [
-            cache_row(each, each.length) if isinstance(each, SequenceKV) else NO_CACHE for each in sequences
-        ]
+        for row, sequence in zip(work[Array.CACHES], sequences, strict=True):
+            row[:] = cache_row(sequence, sequence.length) if isinstance(sequence, SequenceKV) else NO_CACHE
+            if isinstance(sequence, FewOfMany):
+                row[FEW_AT] = self._few_table(sequence).address(sequence.length)
         self._turn(work, positions_of(sequences))
         work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         return work
+
+    def _few_table(self, sequence: FewOfMany) -> FewTable:
+        if sequence not in self._few_tables:
+            self._few_tables[sequence] = FewTable(sequence, self._group)
+        return self._few_tables[sequence]
 
     def rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> CompiledRows:
         spec, rows = self.spec, len(entering)
@@ -308,13 +324,13 @@ def _panelled(rows: int, width: int) -> NDArray[np.float32]:
     return _floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
 
 
+def _chooses_in_machine_code(sequence: SequenceKV | Attending) -> bool:
+    return isinstance(sequence, FewOfMany) and has_machine_code(sequence)
+
+
 def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
     """Return the addresses of all the arrays of a step, the argument of a decode step."""
-    table = np.zeros((len(Array), ARRAY_FIELDS), dtype=np.int64)
-    for row, array in arrays.items():
-        assert array.flags.c_contiguous, row.name
-        table[row, : 1 + array.ndim] = array.ctypes.data, *array.shape
-    return table
+    return table_of(arrays, len(Array))
 
 
 _machine_code = functools.cache(object_code.load)

@@ -10,13 +10,25 @@ from numba import njit, types
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
+from mooncake_zmq.engine.machine_code.few_kernels import attend_few
 from mooncake_zmq.engine.machine_code.memory_access import atomic_read, call, fetch_add, integers
 from mooncake_zmq.engine.machine_code.part_kernels import place_parts
 from mooncake_zmq.engine.machine_code.prefill_kernels import finish_rows, project_rows, store_rows
 from mooncake_zmq.engine.machine_code.products import OPTIONS, linear
 from mooncake_zmq.engine.machine_code.row_kernels import exp, normalize, silu_times
 from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_1, integers_2
-from mooncake_zmq.engine.machine_code.step_layout import ARRAY_FIELDS, DOWN, GATE_UP, MATRICES, OUT, POSITION, QKV, Array, What
+from mooncake_zmq.engine.machine_code.step_layout import (
+    ARRAY_FIELDS,
+    DOWN,
+    FEW_AT,
+    GATE_UP,
+    MATRICES,
+    OUT,
+    POSITION,
+    QKV,
+    Array,
+    What,
+)
 
 SPINS = 4096  # reads of the barrier before the core is offered to others
 
@@ -61,6 +73,26 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
     for row in range(rows):
         position = caches[row, POSITION]
         tiles = position // KEY_TILE + 1
+        if caches[row, FEW_AT]:
+            states[thread, row, :, :, 1] = 0.0
+            for turn in range((kv_heads - (thread + row + layer) % threads + threads - 1) // threads):
+                head = (thread + row + layer) % threads + turn * threads
+                attend_few(
+                    caches[row, FEW_AT],
+                    layer,
+                    head,
+                    qkv[row],
+                    bias,
+                    norms,
+                    eps,
+                    cos[row],
+                    sin[row],
+                    scale,
+                    queries,
+                    mixed[thread, row, head],
+                    states[thread, row, head],
+                )
+            continue
         for head in range(kv_heads):
             own_first, own_last = max(first - begin, 0), min(last - begin, tiles)
             begin += tiles

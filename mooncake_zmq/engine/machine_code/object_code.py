@@ -42,7 +42,10 @@ CODECS = "coded_part_kernels"
 """The module whose `run` is the entry point of what they do with codecs beside it."""
 _SHARED = ("attention_kernels", "memory_access", "object_code", "part_kernels", "products", "row_kernels", "step_layout")
 _SOURCES = {
-    STEPS: (*_SHARED, STEPS, "prefill_kernels", "step_arrays", "../matrices/quantized"),
+    STEPS: (
+        *(*_SHARED, STEPS, "few_kernels", "prefill_kernels", "step_arrays", "../matrices/quantized"),
+        "../selection/sizes",
+    ),
     CODECS: (*_SHARED, CODECS, "codec_kernels", "../matrices/quantized", "../../kv/codec"),
 }
 _VERSIONS = [

@@ -22,7 +22,7 @@ from mooncake_zmq.engine.offsets import Offsets
 from mooncake_zmq.kv.codec import Codec
 
 ITEM_BYTES = 4
-NO_CACHE = (0, 0, 1, -1, 0, 0, 0, 0, 0, 0, 0)
+NO_CACHE = (0, 0, 1, -1, 0, 0, 0, 0, 0, 0, 0, 0)
 """The row of `cache_row` of a sequence that has no KV here: nothing is stored, and there are no tokens to attend to."""
 
 
@@ -117,7 +117,7 @@ def cache_row(sequence: SequenceKV, position: int = 0) -> tuple[int, ...]:
     """Return a row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
     coding = sequence.coding() if isinstance(sequence, PlacingCodedKV) else (0, 0, 0, 0, 0, 0)
     head_dim = sequence.keys.shape[3]
-    return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position, head_dim, *coding
+    return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position, head_dim, 0, *coding
 
 
 def _parts_row(sequence: SequenceKV, parts: Sequence[Part], scratch_at: int = 0) -> tuple[int, ...]:

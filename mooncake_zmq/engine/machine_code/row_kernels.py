@@ -23,10 +23,10 @@ def exp(x):
     return series * np.int32((np.int32(turns) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-_REORDERED = {"reassoc", "contract", "nsz"}  # lets sums be vectors
+REORDERED = {"reassoc", "contract", "nsz"}  # lets sums be vectors
 
 
-@njit(**OPTIONS, fastmath=_REORDERED)
+@njit(**OPTIONS, fastmath=REORDERED)
 def normalize(x, weight, eps, out):
     """Compute the RMSNorm of one row."""
     total = np.float32(0.0)
@@ -37,7 +37,7 @@ def normalize(x, weight, eps, out):
         out[index] = x[index] * scale * weight[index]
 
 
-@njit(**OPTIONS, fastmath=_REORDERED)
+@njit(**OPTIONS, fastmath=REORDERED)
 def exponentiate(scores, count, highest):
     """Compute exp(scores - highest) in place; return the sum."""
     total = np.float32(0.0)
@@ -48,7 +48,7 @@ def exponentiate(scores, count, highest):
     return total
 
 
-@njit(**OPTIONS, fastmath=_REORDERED | {"nnan"})
+@njit(**OPTIONS, fastmath=REORDERED | {"nnan"})
 def largest(scores, count):
     highest = scores[0]
     for index in range(count):
@@ -56,7 +56,7 @@ def largest(scores, count):
     return highest
 
 
-@njit(**OPTIONS, fastmath=_REORDERED)
+@njit(**OPTIONS, fastmath=REORDERED)
 def silu_times(gate, up, out):
     for index in range(len(out)):
         out[index] = gate[index] / (np.float32(1.0) + exp(-gate[index])) * up[index]

@@ -7,10 +7,9 @@ from enum import IntEnum
 
 QKV, OUT, GATE_UP, DOWN, MATRICES = range(5)  # of a layer; the head follows the last layer
 FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(8)  # of a row of `matrices`
-KEYS_AT, VALUES_AT, CAPACITY, POSITION, HEAD_DIM, CODEC, ROUND_AT, BIASES_AT, COS_AT, SIN_AT, DIVISORS_AT, CACHE_FIELDS = range(
-    12
-)
-# of a row of `caches`; the last four are of `offsets`, or 0
+KEYS_AT, VALUES_AT, CAPACITY, POSITION, HEAD_DIM, FEW_AT, CODEC, ROUND_AT, BIASES_AT, COS_AT, SIN_AT, DIVISORS_AT = range(12)
+CACHE_FIELDS = 12
+# of a row of `caches`; FEW_AT: 0, or the address of a table of `Few`; the last four are of `offsets`, or 0
 PARTS, KV_HEADS, SCRATCH_AT, PLACING_FIELDS = range(CACHE_FIELDS, CACHE_FIELDS + 4)  # how tables of parts begin, after a cache
 PART_KEYS_AT, PART_VALUES_AT, PART_LAYER, PART_START, PART_TOKENS, PART_FIELDS = range(6)  # of a row that follows there
 CODED_AT, CODED_LAYER, CODED_START, CODED_TOKENS, CODED_PART_FIELDS = range(5)  # of a row for coded parts
@@ -23,6 +22,7 @@ LAYER_ROWS = 256  # of a prefill, through a layer: whose activations fit in a co
 SMALLEST_TOTAL, LARGEST_TOTAL = 1e-26, 1e30  # of a row of exponentials, for softmax without a shift: exp(-60), exp(69)
 ATTENDING_ROWS = 96  # of queries, whose scores of a span of keys fit there too
 
+BUCKETS = 2048  # of tokens, by some bits of how much they matter
 ARRAY_FIELDS = 6  # of a row of a step's table: an address and up to five dimensions
 
 
@@ -54,6 +54,33 @@ class Array(IntEnum):
     POSITIONS = 21  # int64 [rows]: of a prefill, ascending
     ATTENDING = 22  # int64 [1]: of a step, if it is there the address of what computes a layer's ATTENDED from its QKV
     ELSEWHERE = 23  # as ATTENDING: of what asks with QKV before the attention, and after it puts the last MIXED and STATES
+
+
+class Few(IntEnum):
+    """The arrays of a sequence that attends to few of its tokens (`selection.few_of_many`): the rows of a table like a step's.
+    `far` tokens are those behind the first ones that have left the ring of recent ones; a kind of selection has its own arrays,
+    and the others' addresses are 0."""
+
+    LENGTH = 0  # int64 [1]
+    FETCHED = 1  # int64 [kv_heads]: rows copied from far memory so far
+    WINDOW = 2  # float32, as all below but where said: [layers, heads of keys, then of values, first + recent, head_dim]
+    RECENT = 3  # int64 [1]
+    FAR = 4  # [layers, kv_heads, room, width]: a value, or a key and a value
+    NEAR = 5  # [layers, or 1 where rows are not held from step to step, kv_heads, chosen, width]
+    HELD = 6  # int64 [layers, kv_heads, chosen]: the row that each of NEAR is, counted over all heads, or -1
+    WANTED = 7  # uint8 [kv_heads, room]: 0 between two calls
+    SUMS = 8  # [layers, kv_heads, head_dim]: of far values, where values count
+    NORMS = 9  # [layers, kv_heads, room]: of far values, where values count
+    KEYS = 10  # of exact keys [layers, kv_heads, tiles, head_dim, KEY_TILE]
+    CENTROIDS = 11  # of product codes [layers, kv_heads, 2, centroids, head_dim / 2]
+    CODES = 12  # uint16 [layers, kv_heads, capacity]
+    LOWEST = 13  # of blocks' bounds [layers, kv_heads, blocks, head_dim]
+    HIGHEST = 14
+    MATTER = 15  # [kv_heads, room]: how much each far token matters; this and the rest are scratch
+    SCORES = 16  # [kv_heads, group, the most of: whole tiles of far tokens, window + chosen, pairs of centroids]
+    WEIGHTS = 17  # as SCORES
+    FOUND = 18  # int64 [kv_heads, room + chosen + 1]: what is chosen, and behind that what still may be
+    BUCKETS = 19  # int64 [kv_heads, BUCKETS or pairs of centroids]: counts
 
 
 class What(IntEnum):

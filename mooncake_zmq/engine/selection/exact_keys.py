@@ -12,27 +12,25 @@ class ExactKeys:
     exact = True
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int) -> None:
-        self._keys = np.zeros((layers, kv_heads, -(-capacity // KEY_TILE), head_dim, KEY_TILE), np.float32)
-        self._lengths = [0] * layers
+        self.keys = np.zeros((layers, kv_heads, -(-capacity // KEY_TILE), head_dim, KEY_TILE), np.float32)
+        """By tiles [layer, kv_head, tile, head_dim, token]."""
         self._scratch = np.empty(0, np.float32)
 
-    def add(self, layer: int, keys: Floats) -> None:
-        at = self._lengths[layer] + np.arange(len(keys))
-        self._keys[layer][:, at // KEY_TILE, :, at % KEY_TILE] = keys
-        self._lengths[layer] += len(keys)
+    def add(self, layer: int, first: int, keys: Floats) -> None:
+        at = first + np.arange(len(keys))
+        self.keys[layer][:, at // KEY_TILE, :, at % KEY_TILE] = keys
 
-    def weigh(self, layer: int, queries: Floats) -> Weighed:
-        length = self._lengths[layer]
+    def weigh(self, layer: int, queries: Floats, length: int) -> Weighed:
         heads, group, _ = queries.shape
         tiles = -(-length // KEY_TILE)
         size = heads * group * tiles * KEY_TILE
         if len(self._scratch) < size:
             self._scratch = np.empty(2 * size, np.float32)
         scores = self._scratch[:size].reshape(heads, group, tiles, KEY_TILE)
-        np.matmul(queries[:, None], self._keys[layer, :, :tiles], out=scores.transpose(0, 2, 1, 3))
+        np.matmul(queries[:, None], self.keys[layer, :, :tiles], out=scores.transpose(0, 2, 1, 3))
         exact = scores.reshape(heads, group, -1)[:, :, :length]
         return weighed(exact)._replace(scores=exact)
 
     def near_bytes(self, tokens: int) -> int:
-        layers, kv_heads, _, dim, _ = self._keys.shape
+        layers, kv_heads, _, dim, _ = self.keys.shape
         return layers * kv_heads * tokens * dim * 4

@@ -39,11 +39,11 @@ class Selector(Protocol):
     exact: bool
     """Whether it has the keys themselves, so that far rows need none."""
 
-    def add(self, layer: int, keys: Floats) -> None:
-        """Take the keys [n, kv_head, head_dim] of the next tokens that go far."""
+    def add(self, layer: int, first: int, keys: Floats) -> None:
+        """Take the keys [n, kv_head, head_dim] of tokens that go far; `first`: the number of those that went before."""
 
-    def weigh(self, layer: int, queries: Floats) -> Weighed:
-        """Return how the far tokens matter to queries [kv_head, group, head_dim]."""
+    def weigh(self, layer: int, queries: Floats, length: int) -> Weighed:
+        """Return how the first `length` far tokens matter to queries [kv_head, group, head_dim]."""
 
     def near_bytes(self, tokens: int) -> int:
         """Return the memory for so many tokens."""
@@ -71,23 +71,27 @@ class FewOfMany:
         if source.length + 1 < sinks + recent + chosen or min(sinks, recent - 1, chosen) < 0 or (chosen and selector is None):
             raise ValueError(f"{sinks} + {recent} + {chosen} tokens of {source.length} are no choice")
         self.length, self.capacity = source.length, source.length + following
-        self._selector, self._sinks, self._recent, self._chosen = selector, sinks, recent, chosen
+        self.selector, self.sinks, self.recent, self.chosen = selector, sinks, recent, chosen
+        self.holds = selector is not None and not selector.exact
+        """Whether chosen rows stay near from step to step."""
         self._kv_heads, self._dim, self._room = kv_heads, dim, self.capacity - sinks - recent
-        self._holds = selector is not None and not selector.exact
-        self._window = np.empty((layers, 2, kv_heads, sinks + recent, dim), np.float32)
-        width = 2 * dim if self._holds else dim
+        width = 2 * dim if self.holds else dim
+        self.window: Floats = np.empty((layers, 2, kv_heads, sinks + recent, dim), np.float32)
+        """The first tokens and the ring of recent ones [layer, key and value, kv_head, token, head_dim]."""
         self.far: Floats = np.empty((layers, kv_heads * self._room if selector else 0, width), np.float32)
         """Rows [layer, kv_head * room + token, key and value or value]."""
-        self._near = np.empty((layers if self._holds else 1, kv_heads * chosen, width), np.float32)
-        self._held = np.full((layers, kv_heads * chosen if self._holds else 0), -1, np.int64)
-        """The rows of `far` that are in `_near`."""
-        self._sums = np.zeros((layers if values else 0, kv_heads, dim), np.float32)
-        self._norms = np.empty((len(self._sums), kv_heads, self._room), np.float32)
+        self.near: Floats = np.empty((layers if self.holds else 1, kv_heads * chosen, width), np.float32)
+        self.held = np.full((layers, kv_heads * chosen if self.holds else 0), -1, np.int64)
+        """The rows of `far` that are in `near`, or -1."""
+        self.wanted = np.zeros(len(self.far[0]) if self.holds else 0, np.bool_)
+        """The rows that are wanted; False between two calls."""
+        self.sums: Floats = np.zeros((layers if values else 0, kv_heads, dim), np.float32)
+        self.norms: Floats = np.empty((len(self.sums), kv_heads, self._room), np.float32)
         """The sum of far values, and the norm of each."""
-        self._wanted = np.zeros(len(self.far[0]) if self._holds else 0, np.bool_)
+        self.fetched = np.zeros(kv_heads, np.int64)
+        """The rows copied from far memory so far, of which each may be counted for any head."""
         self._heads = self._room * np.arange(kv_heads)[:, None]
-        self.fetched_bytes = self.stored_bytes = 0
-        """Bytes copied from far memory, and into it after the beginning."""
+        self._first_length = self.length
         for layer in range(layers):
             self._take_over(layer, source)
 
@@ -96,68 +100,86 @@ class FewOfMany:
         """The position of the next token."""
         return self.length
 
+    @property
+    def far_tokens(self) -> int:
+        return self.length - self.sinks - self.recent
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The bytes copied from far memory so far."""
+        return int(self.fetched.sum()) * self._row_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes copied into far memory after the beginning."""
+        return (self.length - self._first_length) * len(self.far) * self._kv_heads * self._row_bytes if self.selector else 0
+
+    @property
+    def _row_bytes(self) -> int:
+        return int(self.far.itemsize * self.far.shape[2])
+
     def near_bytes(self) -> int:
         """Return the memory that is near: the window, the chosen rows, their names and what the selector keeps."""
-        arrays = (self._window, self._near, self._held, self._wanted, self._sums)
-        far = self.length - self._sinks - self._recent
-        kept = self._selector.near_bytes(far) + self._norms[:, :, :far].nbytes if self._selector else 0
+        arrays = (self.window, self.near, self.held, self.wanted, self.sums)
+        far = self.far_tokens
+        kept = self.selector.near_bytes(far) + self.norms[:, :, :far].nbytes if self.selector else 0
         return kept + sum(int(array.nbytes) for array in arrays)
 
     def whole_bytes(self) -> int:
         """Return the memory of the KV of all tokens."""
-        return int(2 * 4 * len(self._window) * self._kv_heads * self._dim * self.length)
+        return int(2 * 4 * len(self.window) * self._kv_heads * self._dim * self.length)
 
     def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
-        slot = self._sinks + (self.length - self._sinks) % self._recent
-        window = self._window[layer]
-        if self._selector:
+        slot = self.sinks + (self.length - self.sinks) % self.recent
+        window = self.window[layer]
+        if self.selector:
             parting = window[:, :, slot, None]
-            self._send(layer, self.length - self._sinks - self._recent, parting)
-            self.stored_bytes += self._kv_heads * self.far.itemsize * self.far.shape[2]
-            self._selector.add(layer, parting[0].transpose(1, 0, 2))
+            self._send(layer, self.far_tokens, parting)
+            self.selector.add(layer, self.far_tokens, parting[0].transpose(1, 0, 2))
         window[:, :, slot] = keys, values
         scores = queries @ window[0].transpose(0, 2, 1)
         highest = scores.max(axis=2, keepdims=True)
-        if self._chosen:
-            far, chosen, of_all = self._choose(layer, queries)
+        if self.chosen:
+            far, chosen, of_all = self._choose(layer, queries, self.far_tokens + 1)
             highest = np.maximum(highest, far.max(axis=2, keepdims=True))
         weights = np.exp(scores - highest)
         mixed, total = weights @ window[1], weights.sum(axis=2, keepdims=True)
-        if self._chosen:
+        if self.chosen:
             weights = np.exp(far - highest)
             mixed += weights @ chosen
             sums = weights.sum(axis=2, keepdims=True)
             total += sums
-            if of_all is not None and len(self._sums):
+            if of_all is not None and len(self.sums):
                 others = np.maximum(np.exp(np.minimum(of_all - highest, 80)) - sums, 0)
-                mixed += others * self._sums[layer, :, None] / (self.length + 1 - self._sinks - self._recent)
+                mixed += others * self.sums[layer, :, None] / (self.far_tokens + 1)
                 total += others
         mixed /= total
         return mixed.reshape(-1)
 
-    def select(self, layer: int, queries: Floats) -> tuple[NDArray[np.int64], Weighed]:
-        """Return the far tokens that matter most, [kv_head, chosen], counted from the sinks on, and how all of them matter."""
-        assert self._selector
-        weighed = self._selector.weigh(layer, queries)
+    def select(self, layer: int, queries: Floats, far_tokens: int) -> tuple[NDArray[np.int64], Weighed]:
+        """Return those of the first `far_tokens` that matter most, [kv_head, chosen], counted from the sinks on, and how all of
+        them matter."""
+        assert self.selector
+        weighed = self.selector.weigh(layer, queries, far_tokens)
         matter = weighed.matter
-        if len(self._norms):
-            matter = matter * self._norms[layer, :, : matter.shape[1]]
-        beside = matter.shape[1] - self._chosen
+        if len(self.norms):
+            matter = matter * self.norms[layer, :, : matter.shape[1]]
+        beside = matter.shape[1] - self.chosen
         if not beside:
-            return np.tile(np.arange(self._chosen), (self._kv_heads, 1)), weighed
+            return np.tile(np.arange(self.chosen), (self._kv_heads, 1)), weighed
         return np.argpartition(matter, beside, axis=1)[:, beside:], weighed
 
-    def _choose(self, layer: int, queries: Floats) -> tuple[Floats, Floats, Floats | None]:
+    def _choose(self, layer: int, queries: Floats, far_tokens: int) -> tuple[Floats, Floats, Floats | None]:
         """Copy the chosen rows near; return their scores [kv_head, group, chosen] and values [kv_head, chosen, head_dim], and
         the total of all far tokens."""
-        found, weighed = self.select(layer, queries)
-        rows, near = found + self._heads, self._near[layer if self._holds else 0]
-        if self._holds:
+        found, weighed = self.select(layer, queries, far_tokens)
+        rows, near = found + self._heads, self.near[layer if self.holds else 0]
+        if self.holds:
             self._hold(layer, rows, near)
         else:
             np.take(self.far[layer], rows.reshape(-1), axis=0, out=near, mode="clip")
-            self.fetched_bytes += near.nbytes
-        by_head = near.reshape(self._kv_heads, self._chosen, -1)
+            self.fetched += self.chosen
+        by_head = near.reshape(self._kv_heads, self.chosen, -1)
         if weighed.scores is None:
             scores = queries @ by_head[:, :, : self._dim].transpose(0, 2, 1)
         else:
@@ -167,7 +189,7 @@ class FewOfMany:
     def _hold(self, layer: int, rows: NDArray[np.int64], near: Floats) -> None:
         """Replace the rows that are held and not wanted by those that are wanted and not held. Both ascend by head, and of each
         head there are as many of either."""
-        held, wanted = self._held[layer], self._wanted
+        held, wanted = self.held[layer], self.wanted
         wanted[rows] = True
         stays = wanted[held] & (held >= 0)
         wanted[held[stays]] = False
@@ -175,30 +197,30 @@ class FewOfMany:
         wanted[new] = False
         fetched = self.far[layer].take(new, axis=0)
         near[free], held[free] = fetched, new
-        self.fetched_bytes += fetched.nbytes
+        self.fetched[0] += len(new)
 
     def _take_over(self, layer: int, source: SequenceKV) -> None:
         """Take the KV of a layer: the first and last tokens near, the others far."""
-        sinks, last = self._sinks, self.length - self._recent
+        sinks, last = self.sinks, self.length - self.recent
         both = np.empty((2, self.length, self._kv_heads, self._dim), np.float32)
         SequenceKV.read_part(source, layer, 0, self.length, both)
         by_head = both.transpose(0, 2, 1, 3)
-        self._window[layer, :, :, :sinks] = by_head[:, :, :sinks]
-        slots = sinks + (np.arange(last, self.length) - sinks) % self._recent
-        self._window[layer][:, :, slots] = by_head[:, :, last:]
-        if self._selector:
+        self.window[layer, :, :, :sinks] = by_head[:, :, :sinks]
+        slots = sinks + (np.arange(last, self.length) - sinks) % self.recent
+        self.window[layer][:, :, slots] = by_head[:, :, last:]
+        if self.selector:
             self._send(layer, 0, by_head[:, :, sinks:last])
-            self._selector.add(layer, both[0, sinks:last])
+            self.selector.add(layer, 0, both[0, sinks:last])
 
     def _send(self, layer: int, first: int, kv: Floats) -> None:
         """Store keys and values [k/v, kv_head, n, head_dim] far, from a token on."""
         rows = self.far[layer].reshape(self._kv_heads, self._room, -1)[:, first : first + kv.shape[2]]
         rows[:, :, -self._dim :] = kv[1]
-        if self._holds:
+        if self.holds:
             rows[:, :, : self._dim] = kv[0]
-        if len(self._sums):
-            self._sums[layer] += kv[1].sum(axis=1)
-            self._norms[layer, :, first : first + kv.shape[2]] = np.linalg.norm(kv[1], axis=2)
+        if len(self.sums):
+            self.sums[layer] += kv[1].sum(axis=1)
+            self.norms[layer, :, first : first + kv.shape[2]] = np.linalg.norm(kv[1], axis=2)
 
 
 def weighed(scores: Floats) -> Weighed:

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.selection.few_of_many import Floats, Weighed
+from mooncake_zmq.engine.selection.sizes import CENTROIDS, SUBSPACES
 
-SUBSPACES, BITS = 2, 6
-"""As PQCache's scripts: SUBVEC=2, SUBBITS=6."""
-CENTROIDS = 1 << BITS
 ITERATIONS = 8
 """The rounds of k-means."""
 
@@ -25,24 +23,21 @@ class ProductCodes:
         self.centroids = np.zeros((layers, kv_heads, SUBSPACES, CENTROIDS, head_dim // SUBSPACES), np.float32)
         self.codes = np.empty((layers, kv_heads, capacity), np.uint16)
         """The numbers of both centroids, the first half's times 64."""
-        self._lengths = [0] * layers
 
-    def add(self, layer: int, keys: Floats) -> None:
-        first, stop = self._lengths[layer], self._lengths[layer] + len(keys)
+    def add(self, layer: int, first: int, keys: Floats) -> None:
         for head, own in enumerate(self.centroids[layer]):
             halves = np.split(keys[:, head], SUBSPACES, axis=1)
             if not first:
                 for half, points in enumerate(halves):
                     own[half] = k_means(points)
             codes = [nearest(points, own[half]) for half, points in enumerate(halves)]
-            self.codes[layer, head, first:stop] = codes[0] * CENTROIDS + codes[1]
-        self._lengths[layer] = stop
+            self.codes[layer, head, first : first + len(keys)] = codes[0] * CENTROIDS + codes[1]
 
-    def weigh(self, layer: int, queries: Floats) -> Weighed:
+    def weigh(self, layer: int, queries: Floats, length: int) -> Weighed:
         heads, group, dim = queries.shape
         halves = queries.reshape(heads, group, SUBSPACES, -1).transpose(0, 2, 1, 3) @ self.centroids[layer].swapaxes(2, 3)
         pairs = (halves[:, 0, :, :, None] + halves[:, 1, :, None, :]).reshape(heads, group, -1)
-        codes = self.codes[layer, :, : self._lengths[layer]].astype(np.intp)
+        codes = self.codes[layer, :, :length].astype(np.intp)
         counts = np.stack([np.bincount(each, minlength=pairs.shape[2]) for each in codes]).astype(np.float32)
         highest = np.where(counts[:, None] > 0, pairs, -np.inf).max(axis=2, keepdims=True)
         pairs -= highest
