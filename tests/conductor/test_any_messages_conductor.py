@@ -43,7 +43,7 @@ def naming(load, conductor):
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps,
     st.sampled_from(("none", "baseline", "early", "prediction")),

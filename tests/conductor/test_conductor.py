@@ -438,7 +438,7 @@ class Walk:
 
 @given(steps)
 @example([("schedule", 1, 1, 1, 0), ("schedule", 0, 1, 1, 257), ("schedule", 1, 2, 0, 0)])  # ends a wait, and answers
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_lives(life):
     walk = Walk()
     for one in life:

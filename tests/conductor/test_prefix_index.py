@@ -66,7 +66,7 @@ def apply(index, naive, operation, node, block_keys):
 
 
 @given(operations, st.lists(some_keys, min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_equals_a_naive_model(ops, queries):
     index, naive = PrefixIndex(max_keys=1000), NaiveIndex()
     for operation, node, block_keys in ops:
@@ -94,7 +94,7 @@ def test_equals_a_naive_model(ops, queries):
 
 
 @given(operations, st.sampled_from((1, 5, 12)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_at_the_limit_it_says_nothing_that_is_untrue(ops, max_keys):
     index, naive = PrefixIndex(max_keys=max_keys), NaiveIndex()
     for operation, node, block_keys in ops:

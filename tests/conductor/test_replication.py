@@ -185,7 +185,7 @@ steps = st.lists(
 
 
 @given(st.integers(1, 5), st.booleans(), steps)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_is_asked_no_block_is_lost_and_hosts_are_never_exceeded(hosts, obey, life):
     pool = Pool(hosts)
     held = set()

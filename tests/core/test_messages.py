@@ -138,7 +138,7 @@ LONGEST_STOP = StopRule(max_tokens=1 << 48, eos_ids=((1 << 31) - 1,) * 64)
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_wire(kind):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(structs(kind))
     def check(message):
         assert decode(encode(message)) == message
@@ -146,7 +146,7 @@ def test_every_message_survives_the_wire(kind):
     check()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(structs(Envelope))
 def test_an_envelope_survives_the_wire(envelope):
     assert decode_envelope(encode(envelope)) == envelope
@@ -161,13 +161,13 @@ def decodes_or_protocol_error(raw):
         assert isinstance(message, (*TYPES, Envelope))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=200))
 def test_any_bytes_decode_or_raise_protocol_error(raw):
     decodes_or_protocol_error(raw)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(messages, st.integers(0, 1 << 32))
 def test_mutated_messages_decode_or_raise_protocol_error(message, seed):
     rng = random.Random(seed)
@@ -197,7 +197,7 @@ JSONLIKE = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(TYPES), st.lists(JSONLIKE, max_size=12))
 def test_a_known_tag_with_any_fields_decodes_or_raises_protocol_error(kind, fields):
     decodes_or_protocol_error(msgpack.packb([kind.__name__, *fields]))

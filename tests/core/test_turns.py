@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_zmq.core.turns import Turns
@@ -41,7 +41,6 @@ def test_without_tenants_an_answer_waits_for_no_more_than_each_others_share():
     assert max(later.values()) - min(later.values()) <= SLOW_S + 1e-9
 
 
-@settings(deadline=None)
 @given(st.dictionaries(flows, st.floats(0.1, 1.0), min_size=1))
 def test_nobody_waits_for_ever_and_no_tenant_gets_half_of_anothers_time(takes_s):
     longest = max(takes_s.values())

@@ -139,7 +139,7 @@ steps = st.lists(
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps, st.sampled_from((1, 8)))
 def test_any_messages_leave_a_decode_sound(steps, max_steps):
     node = new_node(max_steps)

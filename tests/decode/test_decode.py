@@ -1281,7 +1281,7 @@ def outputs(max_steps, lengths, eos_at, store_output=True):
 
 
 @given(st.lists(st.integers(1, 13), min_size=3, max_size=3), st.integers(0, 60), st.sampled_from([2, 7, 64]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_runs_put_out_and_store_what_single_steps_do(lengths, eos_at, max_steps):
     assert outputs(max_steps, lengths, eos_at) == outputs(1, lengths, eos_at)
 

@@ -230,7 +230,7 @@ def test_a_prompt_that_is_reused_to_its_end_computes_its_last_token(one):
     np.testing.assert_allclose(result.logits, one.prefill(one.new_sequence(LONGEST), DOCUMENTS[0])[0], atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 8000), st.integers(0, 8000), st.integers(0, 8000), st.integers(1, 40))
 def test_rotations_compose_and_one_by_nothing_is_exact(one, first, second, third, count):
     keys = np.random.default_rng(count).standard_normal((count, 2, one.spec.head_dim), dtype=np.float32)

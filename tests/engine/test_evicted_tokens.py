@@ -32,7 +32,7 @@ def weights_of(queries, keys, positions):
 
 
 @given(seed=st.integers(0, 999), count=st.integers(1, 40), before=st.integers(0, 90), items=st.sampled_from([1, 300, 1 << 20]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_attention_is_summed_as_one_matrix_would_be_in_little_memory(seed, count, before, items):
     rng, heads, group, dim = np.random.default_rng(seed), 2, 3, 8
     queries = rng.standard_normal((heads, count, group, dim)).astype(np.float32)

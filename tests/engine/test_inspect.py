@@ -21,7 +21,7 @@ from mooncake_zmq.engine.sources.dummy import DummySource
 
 ROOMY = Host(memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
 TINY = stored(DummySource("tiny"))
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_a_full_one_is_refused(engine):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @given(seed=st.integers(0, 99), chosen=st.integers(1, 60))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_each_step_attends_to_what_was_chosen_and_to_the_first_and_last_tokens(selector, seed, chosen):
     """Everything else is poisoned: the sequence that it began with, and in every step the far rows that were not chosen."""
     rng = np.random.default_rng(seed)
@@ -192,7 +192,7 @@ def test_by_values_large_ones_are_chosen_and_their_mean_stands_for_the_others():
 
 
 @given(seed=st.integers(0, 99), pieces=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_bound_of_a_block_is_above_all_its_scores(seed, pieces):
     rng = np.random.default_rng(seed)
     quest, keys = Quest(LAYERS, KV_HEADS, DIM, sum(pieces)), floats(rng, sum(pieces), KV_HEADS, DIM)
@@ -248,7 +248,7 @@ def test_a_pair_of_centroids_that_no_key_has_hides_no_other_in_machine_code():
 
 
 @given(seed=st.integers(0, 999), count=st.integers(1, 300), levels=st.integers(1, 300))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_machine_code_chooses_the_largest_and_of_equal_ones_the_earliest(seed, count, levels):
     rng = np.random.default_rng(seed)
     matter = (rng.integers(0, levels, count) * 10.0 ** rng.integers(-30, 30)).astype(np.float32)

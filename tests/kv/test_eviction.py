@@ -97,7 +97,7 @@ class LruMachine(RuleBasedStateMachine):
 
 
 TestLru = LruMachine.TestCase
-TestLru.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLru.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @given(data=st.data())

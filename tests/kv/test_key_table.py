@@ -66,7 +66,7 @@ class KeyTableMachine(RuleBasedStateMachine):
 
 
 TestKeyTableMachine = KeyTableMachine.TestCase
-TestKeyTableMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKeyTableMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), unique=True, max_size=200), st.binary(min_size=16, max_size=16))

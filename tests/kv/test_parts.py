@@ -61,7 +61,7 @@ def test_what_is_left_of_a_part_is_found_by_its_blocks():
     assert table.find(ALICE, tokens) == [Part(3, 3 + 2 * SIZE, SIZE, keys)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_what_is_found_has_the_very_tokens_of_what_was_added(data):
     """With few different tokens, so that blocks are alike, and hashes that collide."""

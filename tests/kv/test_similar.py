@@ -76,7 +76,7 @@ def test_likeness_is_about_the_share_of_shingles_that_both_have():
         assert likeness(sketch(one), sketch(other)) == pytest.approx(same / (8000 - same), abs=0.13)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.integers(0, 4), max_size=60), st.lists(st.integers(0, 4), max_size=60), st.integers(1, 30))
 def test_aligned_tokens_are_equal_and_ascend(reference, tokens, hashes):
     """Also with so few hashes that they collide."""

@@ -121,7 +121,7 @@ OPERATIONS = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(OPERATIONS, max_size=60))
 def test_whatever_happens_shares_are_kept(operations):
     tier = Tier()

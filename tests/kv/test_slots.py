@@ -193,7 +193,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlotsMachine = SlotsMachine.TestCase
-TestSlotsMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSlotsMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def key(i):

@@ -62,7 +62,7 @@ steps = st.lists(
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(steps, st.booleans(), st.booleans())
 def test_any_messages_leave_a_cache_node_sound(steps, tells, has_disk):
     node = new_node(tells, has_disk)

@@ -470,7 +470,7 @@ def test_a_fault_on_the_way_commits_nothing_of_a_share(disk, monkeypatch):
     assert disk.counts["failed"] == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 255), max_size=80, unique=True), st.integers(1, 5))
 def test_blocks_are_shared_out_evenly_neighbours_together_and_the_first_first(slots, threads):
     with tempfile.TemporaryDirectory() as directory:
@@ -729,7 +729,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS)
 def test_any_writes_damage_and_reopens_agree_with_a_dict(steps):
     with tempfile.TemporaryDirectory() as directory:

@@ -277,7 +277,7 @@ class WriteBackMachine(RuleBasedStateMachine):
         assert all(self.cold.is_saved(row) == (row in self.saved) for row in self.order)
 
 
-WriteBackMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+WriteBackMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestWriteBackAgainstModel = WriteBackMachine.TestCase
 
 

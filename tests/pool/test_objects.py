@@ -424,5 +424,5 @@ class ObjectsMachine(RuleBasedStateMachine):
         assert not any(gauges[name] for name in gauges if name not in ("capacity_bytes", "free_slabs"))
 
 
-ObjectsMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+ObjectsMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestObjectsAgainstModel = ObjectsMachine.TestCase

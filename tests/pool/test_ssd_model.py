@@ -279,7 +279,7 @@ class TiersMachine(RuleBasedStateMachine):
         shutil.rmtree(self.home)
 
 
-TiersMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, phases=[Phase.generate])
+TiersMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, phases=[Phase.generate])
 TestTiersAgainstModel = pytest.mark.usefixtures("quiet")(TiersMachine.TestCase)
 
 

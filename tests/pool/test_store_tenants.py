@@ -422,7 +422,7 @@ def test_a_disk_that_cannot_forget_keeps_what_it_has_and_takes_no_more():
 KEYS = [f"{space}{number}" for space in ("red/", "blue/", "x") for number in range(4)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

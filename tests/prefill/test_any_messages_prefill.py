@@ -98,7 +98,7 @@ steps = st.lists(
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps)
 def test_any_messages_leave_a_prefill_sound(steps):
     node = new_node()

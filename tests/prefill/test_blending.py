@@ -284,7 +284,7 @@ PROMPTS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(PROMPTS, min_size=2, max_size=8), st.integers(16, 40))
 def test_parts_are_of_the_same_tokens_and_tenant_behind_the_exact_prefix_and_keys_stay_exact(prompts, slots):
     node = Blends(slab_bytes=slots * LAYOUT.slot_bytes, max_active=1, short_jobs=0)

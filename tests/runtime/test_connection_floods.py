@@ -118,7 +118,7 @@ FLOODS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**FLOODS)
 def test_many_connections_that_never_end_a_message_do_not_have_a_peer_cut_that_ends_its_own(**drawn: int) -> None:
     assert HONEST in flood(**drawn)._open
@@ -171,7 +171,7 @@ def crowded(arrivals: list[tuple[int, bool]], most: int) -> Model:
     return model
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrivals=st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3]), st.booleans()), max_size=80), most=st.integers(1, 9))
 def test_a_host_has_as_many_connections_as_it_may_and_leaves_others_theirs(arrivals: list[tuple[int, bool]], most: int) -> None:
     crowded(arrivals, most)

@@ -52,7 +52,7 @@ sizes = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 3 * PIECE_BYTES))
 cuts = st.lists(st.integers(0, 3 * PIECE_BYTES), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=sizes, cuts_here=cuts, cuts_there=cuts, seed=st.integers(0, 255))
 def test_values_in_any_places_arrive_in_any_others_with_their_checksums(pair, sizes, cuts_here, cuts_there, seed):
     near, far = pair
@@ -68,7 +68,7 @@ def test_values_in_any_places_arrive_in_any_others_with_their_checksums(pair, si
     assert places == values
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 2 * PIECE_BYTES), min_size=1, max_size=1200))
 def test_a_run_is_no_longer_than_a_piece_and_loses_nothing(lengths):
     memory = memoryview(bytes(max(lengths)))

@@ -87,7 +87,7 @@ def test_what_its_owner_sends_arrives(sealed, straight):
 changes = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(changes=changes, cut=st.one_of(st.none(), st.floats(0, 1)), sealed=st.booleans(), straight=st.booleans())
 def test_what_is_changed_or_cut_under_way_is_no_block(changes, cut, sealed, straight):
     raw = bytearray(wire(GOOD, sealed))
@@ -100,14 +100,14 @@ def test_what_is_changed_or_cut_under_way_is_no_block(changes, cut, sealed, stra
         assert parts == WHOLE[: len(parts)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(raw=st.one_of(st.binary(max_size=300), st.binary(max_size=40).map(lambda head: head + GOOD)), sealed=st.booleans())
 def test_any_bytes_at_all_end_reads_or_the_lane_and_nothing_else(raw, sealed):
     for failure, parts in answered(raw, sealed=sealed, straight=True):
         assert failure or parts == WHOLE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(row=st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple), status=st.sampled_from(ReadStatus))
 def test_a_row_of_checksums_that_its_owner_does_not_have_is_no_block(row, status):
     lie = bytes(framed(ReadReply(0, status, row))) + (BLOCK if status is ReadStatus.OK else b"")

@@ -42,7 +42,7 @@ lengths = st.one_of(
 steps = st.lists(st.integers(1, 70_000), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(views=st.lists(st.lists(lengths, min_size=1, max_size=4), min_size=1, max_size=3), steps=steps)
 def test_what_was_sealed_comes_out_whatever_the_sizes_on_either_side(views, steps):
     values = [[bytes([17 * i % 256]) * length for i, length in enumerate(lengths, n)] for n, lengths in enumerate(views)]
@@ -60,7 +60,7 @@ def opened(raw):
 VALUES = ([b"one" * 30], [b"two" * 40], [b"three" * 50])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_one_changed_bit_anywhere_opens_nothing_behind_it(data):
     raw = bytearray(b"".join(sealed(*VALUES)))

@@ -116,7 +116,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(changes)
 def test_nothing_is_said_to_be_there_that_is_not(steps):
     seen, there, told = mirror(4), {}, set()
@@ -311,7 +311,7 @@ def test_anything_else_is_one_error(payload):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_a_batch_or_that_error(payload):
     with contextlib.suppress(EventError):
         decode_batch(payload)

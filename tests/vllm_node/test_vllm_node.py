@@ -546,7 +546,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from((Node, Prefilling, Decoding)), steps)
 def test_nothing_that_comes_ends_or_spoils_it(kind_of_node, steps):
     node, attempt = kind_of_node(), 1

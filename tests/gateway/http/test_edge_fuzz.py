@@ -58,19 +58,19 @@ def check(path: str, raw: bytes) -> None:
         assert all(choice["finish_reason"] for choice in response.json()["choices"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(paths, bodies)
 def test_any_body_of_known_fields(path, body):
     check(path, json.dumps(body).encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(paths, anything)
 def test_any_json(path, body):
     check(path, json.dumps(body).encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(paths, st.binary(max_size=200))
 def test_any_bytes(path, raw):
     check(path, raw)

@@ -37,7 +37,7 @@ steps = st.lists(
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(steps)
 def test_any_messages_leave_a_gateway_sound(steps):
     requests = RequestsSettings(conductors=("k",), max_open=3, deadline_s=100.0, max_attempts=6)

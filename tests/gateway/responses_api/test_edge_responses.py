@@ -89,7 +89,7 @@ def test_an_answer_that_was_cut_is_incomplete(stream: bool) -> None:
 
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_stream_says_what_the_whole_answer_says_however_it_is_cut(cuts: list[int], with_tools: bool) -> None:
     batches = cut([*tokens(TWO_CALLS), finished()], cuts)
     body = {"tools": TOOLS} if with_tools else {}
