@@ -227,12 +227,15 @@ def test_codes_name_the_nearest_centroids_and_stand_for_the_keys():
     weighed = codes.weigh(0, queries, 220)
     np.testing.assert_allclose(weighed.matter, (weights / weights.sum(axis=2, keepdims=True)).sum(axis=1), rtol=1e-4)
     np.testing.assert_allclose(np.exp(weighed.total), weights.sum(axis=2, keepdims=True), rtol=1e-4)
+    found = np.tile([5, 0, 219], (KV_HEADS, 1))
+    share = weights[:, :, [5, 0, 219]].sum(axis=2, keepdims=True) / weights.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(weighed.share(found), share, rtol=1e-4)
 
 
 def test_scores_far_apart_leave_numbers():
     codes = ProductCodes(1, 1, 2, 200)
     codes.add(0, 0, np.linspace(-300, 300, 400, dtype=np.float32).reshape(200, 1, 2))
-    matter, total, _ = codes.weigh(0, np.array([[[50, -50]]], np.float32), 200)
+    matter, total, *_ = codes.weigh(0, np.array([[[50, -50]]], np.float32), 200)
     assert np.isfinite(total).all()
     assert np.isfinite(matter).all()
     assert matter.sum() == pytest.approx(1, rel=1e-3)

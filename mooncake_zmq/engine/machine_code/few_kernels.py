@@ -292,8 +292,22 @@ def _weigh(few, layer, head, queries, count, matter, state):
 
 
 @njit(**OPTIONS)
+def _leave_others(few, layer, head, found, chosen, state):
+    """Take the chosen tokens' weights, as far as they are known, off the totals of all far tokens."""
+    group, span = len(state), few[Few.SCORES, 3]
+    weights = floats(few[Few.WEIGHTS, 0] + 4 * head * group * span, (group, span))
+    own = shorts(_at(few, Few.CODES, layer, head, 2), (few[Few.CODES, 3],))
+    for query in range(group):
+        of_chosen = np.float32(0.0)
+        for index in range(chosen):
+            of_chosen += weights[query, own[found[index]] if few[Few.CODES, 0] else found[index]]
+        state[query, 1] = max(state[query, 1] - of_chosen, np.float32(0.0))
+
+
+@njit(**OPTIONS)
 def _attend(few, layer, head, queries, found, chosen, far_tokens, mixed, state):
-    """Compute attention over the window and the rows that are near; `state` enters with that of all far tokens."""
+    """Compute attention over the window and the rows that are near; `state` enters with that of the far tokens that are not
+    chosen."""
     (group, dim), span, window = queries.shape, few[Few.SCORES, 3], few[Few.WINDOW, 3]
     weights = floats(few[Few.WEIGHTS, 0] + 4 * head * group * span, (group, span))
     width = few[Few.FAR, 4]
@@ -306,19 +320,20 @@ def _attend(few, layer, head, queries, found, chosen, far_tokens, mixed, state):
     else:
         _dots(queries, near, width, chosen, weights, window)
     _dots(queries, _at(few, Few.WINDOW, layer, head, 4), dim, window, weights, 0)
+    others_count = chosen > 0 and few[Few.NORMS, 0] != 0 and few[Few.LOWEST, 0] == 0
+    sums = floats(_at(few, Few.SUMS, layer, head, 4), (dim,))
     for query in range(group):
         mixed[query] = 0.0
-        row, of_all, total_of_all = weights[query], state[query, 0], state[query, 1]
+        row, highest_of_far, of_others = weights[query], state[query, 0], state[query, 1]
         highest = largest(row, window + chosen)
         total = exponentiate(row, window, highest)
-        of_chosen = exponentiate(row[window:], chosen, highest)
-        if few[Few.NORMS, 0] and not few[Few.LOWEST, 0]:  # the others count as one that has the mean of far values
-            others = max(total_of_all * exp(min(of_all - highest, np.float32(80.0))) - of_chosen, np.float32(0.0))
-            sums = floats(_at(few, Few.SUMS, layer, head, 4), (dim,))
+        total += exponentiate(row[window:], chosen, highest)
+        if others_count:  # as one that has the mean of far values
+            others = of_others * exp(min(highest_of_far - highest, np.float32(80.0)))
             for index in range(dim):
                 mixed[query, index] = others / np.float32(far_tokens) * sums[index]
             total += others
-        state[query, 0], state[query, 1] = highest, total + of_chosen
+        state[query, 0], state[query, 1] = highest, total
     values = _at(few, Few.WINDOW, layer, few[Few.FETCHED, 1] + head, 4)
     mix(weights.ctypes.data, span, values, dim, dim, window, mixed.ctypes.data, group)
     if chosen:
@@ -357,5 +372,7 @@ def attend_few(table, layer, head, qkv, bias, norms, eps, cos, sin, scale, queri
         buckets = integers(few[Few.BUCKETS, 0] + 8 * head * few[Few.BUCKETS, 2], (few[Few.BUCKETS, 2],))
         _weigh(few, layer, head, queries, far_tokens, matter, state)
         choose(matter, far_tokens, chosen, found, buckets)
+        if few[Few.NORMS, 0] and not few[Few.LOWEST, 0]:
+            _leave_others(few, layer, head, found, chosen, state)
         _fetch(few, layer, head, found, chosen)
     _attend(few, layer, head, queries, found, chosen, far_tokens, mixed, state)

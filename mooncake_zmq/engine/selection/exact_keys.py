@@ -1,6 +1,9 @@
 """KCache's choice: all keys are near and values are far, so each token's weight is known before any value is fetched."""
 
+from functools import partial
+
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.selection.few_of_many import Floats, Weighed, weighed
@@ -29,8 +32,16 @@ class ExactKeys:
         scores = self._scratch[:size].reshape(heads, group, tiles, KEY_TILE)
         np.matmul(queries[:, None], self.keys[layer, :, :tiles], out=scores.transpose(0, 2, 1, 3))
         exact = scores.reshape(heads, group, -1)[:, :, :length]
-        return weighed(exact)._replace(scores=exact)
+        found = weighed(exact)
+        assert found.total is not None
+        return found._replace(scores=exact, share=partial(_share, exact, found.total))
 
     def near_bytes(self, tokens: int) -> int:
         layers, kv_heads, _, dim, _ = self.keys.shape
         return layers * kv_heads * tokens * dim * 4
+
+
+def _share(scores: Floats, total: Floats, found: NDArray[np.int64]) -> Floats:
+    """See `Weighed.share`."""
+    shares: Floats = np.exp(np.take_along_axis(scores, found[:, None], axis=2) - total).sum(axis=2, keepdims=True)
+    return shares

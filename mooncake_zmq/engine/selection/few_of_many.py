@@ -11,6 +11,7 @@ the rows that were chosen last stay near, for each layer and head: only those th
 That is a cache of hot tokens as large as one choice, from which attention reads in place.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,8 @@ from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
 Floats = NDArray[np.float32]
+SMALLEST_SHARE = 1e-7
+"""The least share of the tokens that are not chosen: less is lost in rounding."""
 
 
 class Weighed(NamedTuple):
@@ -29,6 +32,8 @@ class Weighed(NamedTuple):
     """Each token's weight [kv_head, n]."""
     total: Floats | None = None
     """The logarithm of the sum of exponentials of all scores [kv_head, group, 1], if it is known at least roughly."""
+    share: Callable[[NDArray[np.int64]], Floats] | None = None
+    """A function from tokens [kv_head, chosen] to their share of that sum [kv_head, group, 1], as roughly known."""
     scores: Floats | None = None
     """The scores of each token and query [kv_head, group, n], where they are exact."""
 
@@ -140,17 +145,16 @@ class FewOfMany:
         scores = queries @ window[0].transpose(0, 2, 1)
         highest = scores.max(axis=2, keepdims=True)
         if self.chosen:
-            far, chosen, of_all = self._choose(layer, queries, self.far_tokens + 1)
+            far, chosen, of_others = self._choose(layer, queries, self.far_tokens + 1)
             highest = np.maximum(highest, far.max(axis=2, keepdims=True))
         weights = np.exp(scores - highest)
         mixed, total = weights @ window[1], weights.sum(axis=2, keepdims=True)
         if self.chosen:
             weights = np.exp(far - highest)
             mixed += weights @ chosen
-            sums = weights.sum(axis=2, keepdims=True)
-            total += sums
-            if of_all is not None and len(self.sums):
-                others = np.maximum(np.exp(np.minimum(of_all - highest, 80)) - sums, 0)
+            total += weights.sum(axis=2, keepdims=True)
+            if of_others is not None:
+                others = np.exp(np.minimum(of_others - highest, 80))
                 mixed += others * self.sums[layer, :, None] / (self.far_tokens + 1)
                 total += others
         mixed /= total
@@ -171,7 +175,7 @@ class FewOfMany:
 
     def _choose(self, layer: int, queries: Floats, far_tokens: int) -> tuple[Floats, Floats, Floats | None]:
         """Copy the chosen rows near; return their scores [kv_head, group, chosen] and values [kv_head, chosen, head_dim], and
-        the total of all far tokens."""
+        the logarithm of the other tokens' total [kv_head, group, 1], if they count and it is known."""
         found, weighed = self.select(layer, queries, far_tokens)
         rows, near = found + self._heads, self.near[layer if self.holds else 0]
         if self.holds:
@@ -184,7 +188,10 @@ class FewOfMany:
             scores = queries @ by_head[:, :, : self._dim].transpose(0, 2, 1)
         else:
             scores = np.take_along_axis(weighed.scores, found[:, None], axis=2)
-        return scores, by_head[:, :, -self._dim :], weighed.total
+        others = None
+        if weighed.share is not None and weighed.total is not None and len(self.sums):
+            others = weighed.total + np.log(np.maximum(1 - weighed.share(found), SMALLEST_SHARE))
+        return scores, by_head[:, :, -self._dim :], others
 
     def _hold(self, layer: int, rows: NDArray[np.int64], near: Floats) -> None:
         """Replace the rows that are held and not wanted by those that are wanted and not held. Both ascend by head, and of each

@@ -4,6 +4,8 @@ Centroids are found by k-means among the keys that are there when decode begins,
 later take the nearest of these. A query meets the 4,096 pairs of centroids instead of all keys.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,10 +46,20 @@ class ProductCodes:
         np.exp(np.minimum(pairs, 0, out=pairs), out=pairs)
         sums = pairs @ counts[:, :, None]
         matter = ((1 / sums).transpose(0, 2, 1) @ pairs)[:, 0]
-        return Weighed(np.stack([own.take(code) for own, code in zip(matter, codes, strict=True)]), np.log(sums) + highest)
+        shares = partial(_share, pairs / sums, codes)
+        return Weighed(
+            np.stack([own.take(code) for own, code in zip(matter, codes, strict=True)]), np.log(sums) + highest, shares
+        )
 
     def near_bytes(self, tokens: int) -> int:
         return self.centroids.nbytes + self.codes[:, :, :tokens].nbytes
+
+
+def _share(pairs: Floats, codes: NDArray[np.int64], found: NDArray[np.int64]) -> Floats:
+    """See `Weighed.share`; `pairs` [kv_head, group, pair]: the share of a token of each pair of centroids."""
+    of_found = np.take_along_axis(codes, found, axis=1)
+    shares: Floats = np.take_along_axis(pairs, of_found[:, None], axis=2).sum(axis=2, keepdims=True)
+    return shares
 
 
 def k_means(points: Floats) -> Floats:
