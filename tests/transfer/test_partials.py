@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.waiting import eventually
 from numpy.testing import assert_allclose
 
 from mooncake_zmq.bench.attend import cut
@@ -20,7 +21,6 @@ from mooncake_zmq.transfer.partials import MAX_ROWS, AskPart, Borrowed, Borrowed
 from mooncake_zmq.transfer.sockets import listen_beside
 from mooncake_zmq.transfer.stream import StreamError
 from mooncake_zmq.transfer.tickets import Ticket
-from tests.helpers.waiting import eventually
 
 ENDPOINT, TOKENS, LENT = "tcp://127.0.0.1:0", 80, 64
 LONG_S = 20.0
