@@ -7,11 +7,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from helpers.waiting import eventually
 
 from mooncake_zmq.operate import first_start
 from mooncake_zmq.operate.first_start import ForkedNode, NodeStart, start_together
 from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE
-from tests.helpers.waiting import eventually
 
 SECOND_FORK_FAILS = """
 import os
